@@ -68,6 +68,8 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     -mean(A) * geometric mean. Only sequence_mean gives the paper's loss. Arrays are [R, S]; sequences: ids, see
     numerics.py.
 
+    logp, old: current and proximal log-probs in nats. advantage: A. clip_low, clip_high: the bounds.
+
     Returns:
       (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound."""
     advantage = jnp.where(mask, advantage, 0)
@@ -85,7 +87,9 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
     2505.24034).
 
     log_ratio: log r in place of logp - old. Returns (loss, stats); stats["clipped"] marks tokens whose weight is a
-    bound."""
+    bound.
+
+    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, min_ratio, max_ratio))
@@ -120,6 +124,8 @@ def dppo_loss(logp, old, advantage, mask, low, high):
     probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as
     in its authors' code. The paper's old is the sampler's log-prob.
 
+    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape.
+
     Returns (loss, stats); stats["clipped"] marks tokens left out."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old, mask)
@@ -137,6 +143,8 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     r is the ratio of whole completions, their product of token ratios, to the sampler's log-prob `old`, as in the
     paper; by_token: of tokens, as in ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted
     by min(r, 1), so unlikely ones are pushed down less. Arrays are [R, S]; sequences: ids, see numerics.py.
+
+    logp, advantage (A), mask: of the same shape; log-probs in nats.
 
     Returns (loss, stats); stats["clipped"] marks tokens with A <= 0 whose r is above 1."""
     advantage = jnp.where(mask, advantage, 0)
@@ -172,7 +180,9 @@ def value_loss(values, old_values, returns, mask, clip):
     where masked.
 
     clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch
-    won, so that the token has no gradient."""
+    won, so that the token has no gradient.
+
+    values, old_values: v now and before the step. returns: the targets R. All of one shape, as mask."""
     error = jnp.where(mask, values - returns, 0)
     if not clip:
         return 0.5 * jnp.square(error), {"clipped": jnp.zeros_like(error)}

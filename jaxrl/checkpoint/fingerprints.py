@@ -32,6 +32,7 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
     checkpoint's, and other initial weights, which a resumed run does not read, are warned about.
 
     Args:
+      peers: processes of the run. inputs: run.setup.ModelInputs. train_set, eval_sets: as of `fingerprints`.
       chosen: the checkpoint to resume, or None.
       workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it may change on
         resume.
@@ -74,7 +75,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
     that is read again.
-    """
+
+    inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint

@@ -114,7 +114,8 @@ class Cache:
     def read(self, name: str, reader, bad) -> Dataset | None:
         """Returns the cached data set, or None if there is no readable entry. An unreadable entry is
         deleted with a warning.
-        """
+
+        reader, bad: the Dataset's Reader and BadRows. name: of the data set."""
         if not self.folder.is_dir():
             return None
         try:

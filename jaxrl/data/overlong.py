@@ -65,9 +65,10 @@ def fit_completion(limits: Limits, prompt: list[int], target, trained) -> list[P
     truncate: keeps the first tokens that fit. split: each target token is in exactly one piece, after as many of the
     preceding tokens as a prompt may have (at most half a row if train.max_sequence_tokens bounds it).
 
+    limits: of the job. prompt, target: token ids. trained: bool per target id, None = all.
+
     Returns:
-      The pieces; [] if there is no room after the prompt, or no trained token in what is kept.
-    """
+      The pieces; [] if there is no room after the prompt, or no trained token in what is kept."""
     room = limits.room(min(len(prompt), limits.prompt))
     if room <= 0 or limits.completion == "filter" or (len(prompt) > limits.prompt and limits.policy != "truncate_left"):
         return []

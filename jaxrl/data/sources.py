@@ -214,14 +214,14 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     """Reads several sources into one table, in order.
 
     Args:
+      paths: one path or several, as data.path names them. bad: counts or raises for rows that cannot be read.
       field: option name for messages.
       splits, subset, revision: for folders and hub ids.
       limit: keeps the first rows of the whole; 0 for all.
       keep: columns whose binary values are kept.
 
     Raises:
-      DataError: a source cannot be read, or none has a usable row.
-    """
+      DataError: a source cannot be read, or none has a usable row."""
     parts, left = [], limit or sys.maxsize
     for path in (paths,) if isinstance(paths, str) else paths:
         if left <= 0:
@@ -242,6 +242,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
     Values without a JSON form become text.
 
     Args:
+      bad: counts or raises for rows that cannot be read.
       field: argument name for messages; a row's place is "<field>[3]", counted from 0.
       limit: keeps the first rows; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.

@@ -122,11 +122,11 @@ class Suffixes:
         """Returns the text after the assistant's sentinel.
 
         Args:
+          history: messages before the turn. generation_prompt: None = as the template's option says.
           key: roles and fields of the new messages.
           calls: number of tool calls in the assistant's turn; 0 for a text.
           more: further messages.
-          fields: further fields of the assistant's message.
-        """
+          fields: further fields of the assistant's message."""
         new: list[dict] = []
         texts = (PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD for i in itertools.count())
         for i, (role, named, answers, *kinds) in enumerate(key):

@@ -78,7 +78,8 @@ class Server:
     async def call(self, name: str, arguments: dict, images: bool = False) -> str | list:
         """Returns the tool's texts, or the JSON of structured content without text; with `images` parts where there is
         an image. Raises ToolError.
-        """
+
+        name, arguments: of the tool."""
         result = await self._ask("tools/call", {"name": name, "arguments": arguments})
         parts = result.get("content") or []
         if images and not result.get("isError") and any(part.get("type") == "image" for part in parts):

@@ -231,11 +231,11 @@ class EpisodePool:
         """Starts an episode.
 
         Args:
+          id: names the episode in events; must not be running.
           task: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists.
 
         Raises:
-          ConfigError: a value has no JSON form.
-        """
+          ConfigError: a value has no JSON form."""
         try:
             episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
         except (TypeError, ValueError, RecursionError) as e:

@@ -36,7 +36,8 @@ def check_interpreter(python: str) -> str:
 def specs(env, folder: FunctionFolder) -> dict:
     """Returns the episode part of a worker's setup: `function`, `tools`, `program` (words), `mcp`, `servers`,
     `score`, `train_calls`, with absolute paths of files. Raises ConfigError.
-    """
+
+    env: the options below `env`. folder: keeps functions that are passed from Python."""
     kinds = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
     named = [name for name, value in kinds.items() if value]
     if len(named) > 1:

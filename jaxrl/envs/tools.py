@@ -110,7 +110,8 @@ def result_text(name: str, value) -> str:
 def schema(fn) -> dict:
     """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function. Raises
     TypeError with a remedy.
-    """
+
+    fn: a function with type hints and a Google-style docstring."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:

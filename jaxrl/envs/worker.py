@@ -198,7 +198,9 @@ class Attempt:
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
-        """Calls a user's function according to env.threads and returns its result; a coroutine is awaited."""
+        """Calls a user's function according to env.threads and returns its result; a coroutine is awaited.
+
+        phase: what it is, for messages. args, kwargs: of the function."""
         before, self.phase = self.phase, phase
         try:
             if inspect.iscoroutinefunction(fn):

@@ -83,11 +83,12 @@ class Service:
         """Returns the JSON reply to a POST, retrying the URLs in turn. All tries carry one Idempotency-Key.
 
         Args:
+          client: of `client`. budget: of the work that the request is part of. urls: tried in turn. headers: further
+            ones.
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:
-          ServiceError: no usable reply within the tries and the budget.
-        """
+          ServiceError: no usable reply within the tries and the budget."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": kind, "Idempotency-Key": uuid.uuid4().hex} | (headers or {})
         for attempt in range(self.o["retries"] + 1):

@@ -78,7 +78,9 @@ class Judge(Service):
         return [{"role": "user", "content": FRAME.format(n=n) + fill_placeholders(o["prompt"], values)}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
-        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError."""
+        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError.
+
+        client, budget: as of Service.ask. messages: of `messages`."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)

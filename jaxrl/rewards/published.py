@@ -64,7 +64,8 @@ def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="t
 
     lambda = 0.5 - (length - shortest) / (longest - shortest): right completions, and those of rows without a reference
     answer, get lambda, others min(0, lambda); 0 where all are as long.
-    """
+
+    group: prompt of each completion. unit: of the length: characters, words or tokens. answer: reference answers."""
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
     bounds: dict = {}
     for g, size in zip(group, sizes, strict=True):
@@ -86,9 +87,9 @@ def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="
     b + (a - b) (1 + cos(pi length / max_length)) / 2, which is a at length 0 and b at max_length.
 
     Args:
+      unit: of the length: characters, words or tokens.
       wrong: (a, b) of wrong completions; right: (b, a) of right ones, lowest first both.
-      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's.
-    """
+      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's."""
     correct = math_reward(prompt, completion, answer)
     if correct is None:
         return None
@@ -168,11 +169,11 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
     (VLM-R1, arXiv 2504.07615, reward of referring expressions).
 
     Args:
+      image_sizes: Sizes of the row's images.
       answer: [x1, y1, x2, y2] in pixels of the stored image, or text with them.
       frame: what a completion's numbers count: thousandths of the sides (Qwen3-VL), pixels of the image as the model
         sees it (`seen`, Qwen2.5-VL), or pixels of the stored one (`stored`).
-      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU.
-    """
+      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 4)

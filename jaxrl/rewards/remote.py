@@ -86,7 +86,8 @@ def clip(x: float, lowest: float | None, highest: float | None) -> float:
 async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
     """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
     null, ...]}, in order.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated."""
     urls = rotate_urls(self.urls, turn)
     reply = await self.ask(client, budget, urls, {"items": items})
     values = check_count(get_field(reply, "scores", list, urls[0]), len(items), urls[0])
@@ -109,7 +110,9 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
 
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
     for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/api/reward/enqueue")
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
@@ -153,7 +156,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
 
     A SystemError reported by the service is the service's failure, not the code's. Completions are sent one by one,
     so that code that hangs does not cost others their score.
-    """
+
+    client, budget: as of Service.ask. items: one, as JSON. turn: number of the request, from which URLs are rotated.
+    Returns [score]."""
     urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
     text = items[0]["completion"]
     blocks = FENCED.findall(text)
@@ -170,7 +175,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
 async def classify(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; the
     values are logits, since activation is off.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
@@ -180,7 +187,9 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /pooling: request as for classify -> {"data": [{"index", "data"}]}, one number per
     label, or a list of those per token, of which the last counts.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model

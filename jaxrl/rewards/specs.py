@@ -47,8 +47,8 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
     """Checks everything that needs no import and returns name -> weight. Raises ConfigError.
 
     Args:
-      replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there.
-    """
+      specs, names: of the functions, in order. services: names of reward services.
+      replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there."""
     r = config.reward
     for field in ("workers", "timeout_seconds"):
         if r[field] <= 0:

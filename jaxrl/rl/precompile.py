@@ -32,7 +32,8 @@ def may_precompile(platform: str, processes: int) -> bool:
 
     A GPU's compiler runs kernels to choose among them. XLA lets no other program run at the same time, but the
     processes of a job share the results: each waits, up to a day, for a result that another may never compute.
-    """
+
+    platform: "cpu", "gpu" or "tpu". processes: of the job."""
     return processes == 1 or platform in ("cpu", "tpu")
 
 
@@ -71,7 +72,8 @@ def shape_of(micro, patches) -> tuple[int, int, int]:
 def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
     """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length, patches of a row; 0 = no image). columns: as
     returned by `columns`.
-    """
+
+    weights: names of loss terms. routes: expert ids per token, 0 = no replay."""
     rows, length, patches = shape
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731

@@ -302,7 +302,8 @@ class EmbeddedEngine(Engine):
 
     def _continue(self):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
-        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed."""
+        the first decode step reads. If the prompt does not begin with the parked tokens, the slot is freed.
+        """
         work, shown = [], []
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)

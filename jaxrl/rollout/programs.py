@@ -64,6 +64,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
     Args:
+      progress: state of the slots before the call. leave_at: int scalar, see above.
       support: token ids of the support to return per token (K); 0 = none.
       cache: of Model.init_cache with S slots; donated by the caller.
       controls: sampling options, one entry per slot.
@@ -73,8 +74,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
       work: PLAIN, BANS or ALL of `shapes`; see sampling.sample.
 
     Returns:
-      (cache, Chunk).
-    """
+      (cache, Chunk)."""
     slots, room = history_SxL.shape
     slot_S = jnp.arange(slots)
     cache_length = recurrent.cache_length(cache)
@@ -112,7 +112,10 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
 def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, params, cache, progress, controls,
                 history_SxL, leave_at, rows_S, shared=None, whose_S=None):
-    """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions."""
+    """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions.
+
+    shapes: of the engine. length: cache positions. whole: whether rows_S are all slots. constrain: tree -> tree with
+    the engine's shardings. The rest as of `decode_chunk`. Returns (cache, Chunk)."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = recurrent.cache_length(cache)
     if length < full_length:

@@ -107,7 +107,8 @@ class Key(NamedTuple):
     def seed(self, root: int) -> int:
         """Returns the request's seed (uint32): a hash of its place in the run, the same on every
         host and every retry.
-        """
+
+        root: run.seed."""
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
 
@@ -135,12 +136,12 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
     """Returns the prompt as int32. Raises ValueError naming the request and the remedy.
 
     Args:
+      vocab: size of the vocabulary.
       longest: most prompt tokens.
       total: most tokens of prompt and completion together.
       has_text: whether stop strings can be searched.
       adapters: number of adapters the engine serves.
-      patches: most patches of a prompt's images; 0: the engine serves text only.
-    """
+      patches: most patches of a prompt's images; 0: the engine serves text only."""
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
     if prompt.ndim != 1 or not len(prompt):

@@ -41,6 +41,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     """Draws one token per slot.
 
     Args:
+      controls: sampling options, one entry per slot.
       logits_SxV: float32 logits of the policy, soft-cap applied.
       produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
       position_S: position of the newest token of prompt and completion.
@@ -53,8 +54,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
       kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
         nothing is cut off, and for greedy slots.
-      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused.
-    """
+      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused."""
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
     peak_S = jnp.max(scaled_SxV, axis=-1)
@@ -101,7 +101,9 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
 def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
     """Returns (token [S] int32, kept_S, ids [S, support] of `top_tokens`).
 
-    Tokens are drawn by `draw` from lanes with these masses; a greedy slot takes the first largest entry of q."""
+    Tokens are drawn by `draw` from lanes with these masses; a greedy slot takes the first largest entry of q.
+
+    words_Sx2: of `random_words`. mass_SxN: of `lane_mass`. greedy_S: [S] bool. q_SxV: logits."""
     drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
@@ -111,7 +113,8 @@ def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
 def top_tokens(q_SxV, token_S, count: int):
     """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place
     if ties exclude it.
-    """
+
+    q_SxV: logits. token_S: the drawn tokens. count: K, 0 = none."""
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)
@@ -127,7 +130,9 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
     """Returns logits [S, V] after the repetition penalty (tokens of prompt and completion) and the frequency penalty
     (tokens of the completion, by count).
 
-    history_SxL: tokens by position, read up to position_S; the last produced_S of them are the completion."""
+    history_SxL: tokens by position, read up to position_S; the last produced_S of them are the completion.
+
+    controls: repetition and frequency are read."""
     slots, vocab = logits_SxV.shape
     column_L = jnp.arange(history_SxL.shape[1])[None, :]
     seen_SxL = column_L <= position_S[:, None]
@@ -157,7 +162,8 @@ def support_floor(q_SxV, controls: Controls):
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
     among the ordered bits of a float32 (`largest_true`): exact, no sort.
-    """
+
+    q_SxV: scaled logits. controls: min_p, top_k and top_p are read. Returns [S] float32."""
     peak_S = jnp.max(q_SxV, axis=-1)
     floor_S = jnp.where(controls.min_p > 0, peak_S + jnp.log(controls.min_p), NEG_INF)
     limits_k = controls.top_k > 0

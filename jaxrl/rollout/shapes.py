@@ -92,7 +92,9 @@ class Shapes:
 
     def turn_rooms(self, merge: int) -> tuple[int, int]:
         """Returns the patches of a row that the images of a turn are encoded in: few, and as many as a prompt may have.
-        """
+
+
+        merge: patches per side of an image token."""
         whole = self.patch_room(self.prompt_lengths[-1], merge)
         return -(-whole // (4 * merge**2)) * merge**2, whole
 
@@ -102,6 +104,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     """Returns the Shapes of a config.
 
     Args:
+      num_eos: number of end-of-text tokens. processes: that share the slots.
       data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
       reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
@@ -109,8 +112,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
       patches: most patches of a prompt's images.
 
     Raises:
-      ConfigError: lengths below those that the config needs.
-    """
+      ConfigError: lengths below those that the config needs."""
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
     slots = -(-(roll.slots or data.prompts_per_step * roll.group_size) // processes)

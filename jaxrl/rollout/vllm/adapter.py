@@ -117,11 +117,12 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     With a key, passed in the environment, only /health is open without it; without a key everything is open.
 
     Args:
+      model_folder: with the model's config. dtype: of the weights. length: --max-model-len. port: to listen on. cpu:
+        whether it is vLLM's build for CPUs. key: API key, "" = none.
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
       recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
         states at the ends of its blocks only, which a group's prompt seldom reaches.
-      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
-    """
+      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,

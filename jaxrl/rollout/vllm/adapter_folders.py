@@ -23,9 +23,10 @@ from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
 def required_rank(found) -> int:
     """Returns the --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
 
+    found: the model's Adapter, or None.
+
     Raises:
-      ConfigError: vLLM does not serve such an adapter.
-    """
+      ConfigError: vLLM does not serve such an adapter."""
     if found is None:
         return 0
     if found.saved:
@@ -47,7 +48,8 @@ def required_rank(found) -> int:
 def configured_rank(options) -> int:
     """Returns the --max-lora-rank from config.lora alone, for servers started before there is a model: the largest
     rank that it names, or that of the folder lora.path. 0 if no server serves it.
-    """
+
+    options: config.lora."""
     if options.path:
         config = peft.source(options.path).config
         ranks = (config["r"], *(config.get("rank_pattern") or {}).values())
