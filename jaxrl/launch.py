@@ -148,15 +148,18 @@ class Group:
 
 
 def status_of(process) -> int:
+    """Returns a process's exit status as a shell has it: 128 + number of the signal that killed it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def ended(process) -> str:
+    """Returns how a process ended, as text: by a signal, or with an exit status."""
     code = process.returncode
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 def say(text: str) -> None:
+    """Prints a line of the launcher on standard error."""
     print(f"jaxrl.launch: {text}", file=sys.stderr, flush=True)
 
 

@@ -167,8 +167,9 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
     is missing (NaN) gets 0 everywhere, without its KL; one without loss tokens gets nothing.
 
     Args:
-      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at loss tokens.
-    """
+      scores_N: [N], NaN = missing. mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens
+        offsets[i]:offsets[i+1].
+      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at loss tokens."""
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
     counts, ends = _scored(mask, offsets)
@@ -209,12 +210,13 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
     where next is the trajectory's next loss token: V_next and A_next skip observation tokens.
 
     Args:
+      mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1]. gamma: discount
+        per loss token.
       rewards_T, values_T: [T], read at loss tokens.
       lam: scalar, or one per trajectory [N] (see `adaptive_lambda`).
 
     Returns:
-      (advantages_T, returns_T), 0 outside loss_mask; returns = advantages + values.
-    """
+      (advantages_T, returns_T), 0 outside loss_mask; returns = advantages + values."""
     mask = np.asarray(mask_T, bool)
     counts, ends = _scored(mask, offsets)
     rewards, values = (np.asarray(x, np.float64)[mask] for x in (rewards_T, values_T))

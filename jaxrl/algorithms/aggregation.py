@@ -47,18 +47,17 @@ def aggregation_weights(counts_N, aggregation: str, *, groups_N=None, max_tokens
     them with weight m, the number of trajectories in c: m / (n * sum_{j in c} |y_j|). This reproduces systems that
     average tokens per micro-batch of k sequences; k = 1 is sequence_mean, k >= n token_mean.
 
-    n = trajectories, P = prompts with at least one loss token. Tokens that are filtered later (truncated completions,
-    sequences the mismatch correction drops ...) keep their place in the denominators.
+    n = trajectories with loss tokens, P = prompts with at least one loss token. Tokens that are filtered later
+    (truncated completions, sequences the mismatch correction drops ...) keep their place in the denominators.
 
     Args:
-      counts_N: loss tokens |y_i| per trajectory of the optimizer step; 0 = one that does not count.
+      counts_N: loss tokens |y_i| per trajectory of the optimizer step; a trajectory with 0 is not counted in n.
       aggregation: one of the above.
       groups_N: prompt id per trajectory, for prompt_mean.
       max_tokens: the constant of Dr.GRPO: the longest completion that may be sampled, never a width of this batch.
       chunk: trajectories with loss tokens in one token mean; 0 = all. Read by token_mean alone.
 
-    Raises ValueError for other names, and if groups_N or max_tokens is missing.
-    """
+    Raises ValueError for other names, and if groups_N or max_tokens is missing."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r}: expected {', '.join(AGGREGATIONS)}")
     if aggregation == "constant" and not max_tokens:

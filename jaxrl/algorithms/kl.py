@@ -44,7 +44,8 @@ REWARD_ESTIMATORS = {
 
 
 def kl_penalty(logp, ref, old, mask, estimator):
-    """KL(current || reference) per token as a loss term, 0 where masked. d = logp - ref, r = exp(logp - old):
+    """Computes KL(current || reference) of each token as a loss term, 0 where masked. d = logp - ref, r = exp(logp -
+    old):
 
         k2            d^2 / 2                    gradient, on-policy: that of KL(current || reference)
         k3            exp(-d) + d - 1            gradient, on-policy: that of KL(reference || current)
@@ -54,10 +55,9 @@ def kl_penalty(logp, ref, old, mask, estimator):
         low_var       k3 of d clipped to +-20,   gradient: as k3 within the bounds, 0 outside: the penalty vanishes
                       clipped to 10              where it is needed most (as RLinf and SkyRL compute it)
 
-    exp continues linearly above 20 (masked_exp), except in low_var.
+    exp continues linearly above 20 (masked_exp), except in low_var. Arrays have one shape; log-probs in nats.
 
-    Raises ValueError for k1, whose expected gradient is 0, and for unknown names.
-    """
+    Raises ValueError for k1, whose expected gradient is 0, and for unknown names."""
     d = jnp.where(mask, logp - ref, 0)
     if estimator == "k2":
         return 0.5 * jnp.square(d)
@@ -77,13 +77,14 @@ def kl_penalty(logp, ref, old, mask, estimator):
 
 
 def kl_value(logp, ref, estimator):
-    """The estimate per token as a number to subtract from rewards; host numpy, float64, any shape.
+    """Returns the estimate of KL(current || reference) per token, to subtract from rewards; host numpy, float64, any
+    shape.
 
-    Gradients are those of the column "in the reward" above: with k1 that of KL(current || reference) of whole
-    sequences. k3 overflows to inf below d = -709; low_var is bounded by 10.
+    With d = logp - ref in nats: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1, low_var = min(k3 of d within
+    +-20, 10). Of k1 the expected gradient is that of KL(current || reference) of whole sequences; the others' are in
+    the module's table. k3 overflows to inf below d = -709.
 
-    Raises ValueError for k3_unbiased and unknown names.
-    """
+    Raises ValueError for k3_unbiased and unknown names."""
     if estimator not in REWARD_ESTIMATORS:
         raise ValueError(f"kl.estimator={estimator!r}: expected {', '.join(REWARD_ESTIMATORS)} with "
                          "kl.placement=reward")

@@ -3,10 +3,9 @@
 Notation: logp = log-prob under the current policy (with gradient), old = under the proximal policy, A = advantage, all
 of one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradient.
 
-Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient for any inputs
-hold there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`, 1
-where a bound removed (CISPO, DPPO: changed) the token's gradient.
-"""
+Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs
+are there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`,
+1 where a bound removed (CISPO, DPPO: changed) the token's gradient."""
 
 from __future__ import annotations
 
@@ -34,19 +33,20 @@ def _stats(ratio, mask, clipped, **more):
 def clipped_policy_loss(
     logp, old, advantage, mask, clip_low, clip_high, *, log_ratio=None, dual_clip=0.0, delta=0.0
 ):
-    """PPO's clipped surrogate per token, max(-A r, -A clip(r, 1-clip_low, 1+clip_high)).
+    """Computes PPO's clipped surrogate of each token, max(-A r, -A clip(r, 1-clip_low, 1+clip_high)), 0 where masked.
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds (DAPO, arXiv 2503.14476).
 
     Args:
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage, mask: of the same shape.
       log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py).
       dual_clip: c > 1: where A < 0 the loss is at most -c A (dual-clip PPO, arXiv 1912.09729); 0 = off.
       delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
 
     Returns:
-      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose sum
-      is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no gradient).
-    """
+      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose
+        sum is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no
+        gradient)."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -61,14 +61,17 @@ def clipped_policy_loss(
 
 
 def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
-    """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's clipped token ratios.
+    """Computes GMPO's loss of each token (arXiv 2507.20673): -A times the geometric mean of its sequence's clipped
+    token ratios, 0 where masked.
 
     The bounds are on the log-ratio, in nats (the paper: 0.4). If A differs by token, aggregation=sequence_mean gives
-    -mean(A) * geometric mean. Only sequence_mean gives the paper's loss.
+    -mean(A) * geometric mean. Only sequence_mean gives the paper's loss. Arrays are [R, S]; sequences: ids, see
+    numerics.py.
+
+    logp, old: current and proximal log-probs in nats. advantage: A. clip_low, clip_high: the bounds.
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound.
-    """
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound."""
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
     ratio = masked_exp(log_mean, mask)
@@ -76,12 +79,17 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
 
 
 def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=None):
-    """CISPO (arXiv 2506.13585): -sg(clip(r, min_ratio, max_ratio)) * A * logp.
+    """Computes CISPO's loss of each token (arXiv 2506.13585): -sg(clip(r, min_ratio, max_ratio)) * A * logp, 0 where
+    masked.
 
     Bounds are absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). No token loses its
-    gradient; `clipped` marks those whose weight is a bound. The paper has no lower bound (min_ratio 0). With old = the
-    sampler's log-prob this is AIPO (LlamaRL, arXiv 2505.24034).
-    """
+    gradient. The paper has no lower bound (min_ratio 0). With old = the sampler's log-prob this is AIPO (LlamaRL, arXiv
+    2505.24034).
+
+    log_ratio: log r in place of logp - old. Returns (loss, stats); stats["clipped"] marks tokens whose weight is a
+    bound.
+
+    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, min_ratio, max_ratio))
@@ -109,12 +117,16 @@ def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
 
 
 def dppo_loss(logp, old, advantage, mask, low, high):
-    """DPPO with binary total variation (arXiv 2602.04879): -A * sg(min(r, 20)) * logp, 0 outside the trust region.
+    """Computes DPPO's loss of each token with binary total variation (arXiv 2602.04879): -A * sg(min(r, 20)) * logp, 0
+    outside the trust region and where masked.
 
     With p = exp(logp), a token is left out where A > 0 and p - p_old > high, or A <= 0 and p - p_old < -low: bounds on
     probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as
-    in its authors' code. The paper's old is the sampler's log-prob. `clipped` marks tokens left out.
-    """
+    in its authors' code. The paper's old is the sampler's log-prob.
+
+    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape.
+
+    Returns (loss, stats); stats["clipped"] marks tokens left out."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old, mask)
     logp = jnp.where(mask, logp, 0)
@@ -125,12 +137,16 @@ def dppo_loss(logp, old, advantage, mask, low, high):
 
 
 def topr_loss(logp, old, advantage, mask, sequences, by_token):
-    """TOPR (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A * logp, old the sampler's.
+    """Computes TOPR's loss of each token (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A *
+    logp, 0 where masked.
 
-    r is the ratio of whole completions, their product of token ratios, as in the paper; by_token: of tokens, as in
-    ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted by min(r, 1), so unlikely
-    ones are pushed down less. `clipped` marks tokens with A <= 0 whose r is above 1.
-    """
+    r is the ratio of whole completions, their product of token ratios, to the sampler's log-prob `old`, as in the
+    paper; by_token: of tokens, as in ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted
+    by min(r, 1), so unlikely ones are pushed down less. Arrays are [R, S]; sequences: ids, see numerics.py.
+
+    logp, advantage (A), mask: of the same shape; log-probs in nats.
+
+    Returns (loss, stats); stats["clipped"] marks tokens with A <= 0 whose r is above 1."""
     advantage = jnp.where(mask, advantage, 0)
     x = jnp.where(mask, logp - old, 0)
     ratio = masked_exp(x if by_token else sequence_sum(x, sequences), mask)
@@ -160,11 +176,13 @@ def nll_loss(logp, mask):
 
 
 def value_loss(values, old_values, returns, mask, clip):
-    """PPO's critic loss per token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0 where masked.
+    """Computes PPO's critic loss of each token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0
+    where masked.
 
     clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch
     won, so that the token has no gradient.
-    """
+
+    values, old_values: v now and before the step. returns: the targets R. All of one shape, as mask."""
     error = jnp.where(mask, values - returns, 0)
     if not clip:
         return 0.5 * jnp.square(error), {"clipped": jnp.zeros_like(error)}

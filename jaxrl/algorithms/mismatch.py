@@ -15,15 +15,19 @@ from jaxrl.algorithms.numerics import masked_exp, sequence_mean, sequence_sum
 
 
 def mismatch_ratio(old, behaviour, mask, *, sequences=None, level="token"):
-    """The ratio before truncation, [R, S], 0 where masked; also what metrics should show.
+    """Returns the importance ratio of the proximal to the behaviour policy before truncation, [R, S], 0 where masked.
 
-        token      rho_t
+        token      rho_t = exp(old - behaviour)
         sequence   product of rho over the sequence's loss tokens, at each of them
         geometric  its |y|-th root
 
-    Products are sums of logs; above 20 the exponential continues linearly (masked_exp). Shapes other than [R, S] are
-    fine for level token. Raises ValueError for other levels, and where sequences is missing.
-    """
+    No gradient flows. Products are sums of logs; above 20 the exponential continues linearly (masked_exp). Shapes other
+    than [R, S] are fine for level token.
+
+    Args:
+      old, behaviour: log-probs in nats. mask: bool. sequences: ids, see numerics.py; for levels other than token.
+
+    Raises ValueError for other levels, and where sequences is missing."""
     x = jnp.where(mask, jax.lax.stop_gradient(old) - jax.lax.stop_gradient(behaviour), 0)
     if level == "token":
         return masked_exp(x, mask)
@@ -35,15 +39,15 @@ def mismatch_ratio(old, behaviour, mask, *, sequences=None, level="token"):
 
 
 def mismatch_weight(old, behaviour, mask, cap, *, sequences=None, level="token", action="truncate", low=0.0):
-    """Importance weight on the policy loss, without gradient, 0 where masked. With rho of `mismatch_ratio`:
+    """Returns the importance weight on the policy loss, [R, S], without gradient, 0 where masked. With rho of
+    `mismatch_ratio`:
 
         truncate  min(rho, cap)               TIS, https://fengyao.notion.site/off-policy-rl; by token: decoupled PPO's
                                               capped behaviour weight (arXiv 2110.00641, 2505.24298)
         mask      rho * 1[low <= rho <= cap]  MIS; IcePop (arXiv 2510.18855) with low 0.5, cap 5
 
-    With level sequence or geometric, mask drops whole sequences. `low` acts with mask only. cap may be inf.
-    Raises ValueError for other actions.
-    """
+    With level sequence or geometric, mask drops whole sequences. `low` acts with mask only. cap may be inf. The
+    other arguments are mismatch_ratio's. Raises ValueError for other actions, and as that does."""
     ratio = mismatch_ratio(old, behaviour, mask, sequences=sequences, level=level)
     if action == "truncate":
         return jnp.minimum(ratio, cap)
@@ -53,12 +57,12 @@ def mismatch_weight(old, behaviour, mask, cap, *, sequences=None, level="token",
 
 
 def off_policy_sequence_mask(logp, behaviour, advantage, mask, sequences, delta):
-    """Factor 1 on kept tokens, 0 on those of dropped sequences and where masked; without gradient, dtype of logp.
+    """Returns the factor 1 on kept tokens, 0 on those of dropped sequences and where masked; [R, S], no gradient, dtype
+    of logp.
 
-    DeepSeek-V3.2 (arXiv 2512.02556): a sequence is dropped where its advantage is negative and the mean of
-    behaviour - logp over its loss tokens is above delta. With advantages per token, their mean over the sequence
-    decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's).
-    """
+    DeepSeek-V3.2 (arXiv 2512.02556): a sequence is dropped where its advantage is negative and the mean of behaviour
+    - logp over its loss tokens is above delta (nats). With advantages per token, their mean over the sequence
+    decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's)."""
     gap = sequence_mean(jax.lax.stop_gradient(behaviour) - jax.lax.stop_gradient(logp), mask, sequences)
     dropped = (sequence_mean(jax.lax.stop_gradient(advantage), mask, sequences) < 0) & (gap > delta)
     return (mask & ~dropped).astype(logp.dtype)

@@ -374,6 +374,7 @@ def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0:
     """Computes the weighted sum of the losses that `options` name.
 
     Args:
+      table: pairs and labels of the N completions.
       policy_N, reference_N: s and r of each completion; reference_N is None if no loss reads it.
       lengths_N: tokens of each.
       options: all below `preference` (schema), or an object with these attributes.
@@ -383,8 +384,7 @@ def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0:
       (loss, dloss/ds [N] float64, metrics). The reward of a completion is the first loss's: beta x, of cpo and nll
       beta s, of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other completions.
       reward/margin is their difference, over pairs if there are any; reward/accuracy is the share of pairs whose chosen
-      completion has the larger reward, ties counting half.
-    """
+      completion has the larger reward, ties counting half."""
     s = np.asarray(policy_N, np.float64)
     r = np.zeros(len(s)) if reference_N is None else np.asarray(reference_N, np.float64)
     batch = PreferenceBatch(s, r, np.maximum(np.asarray(lengths_N, np.float64), 1.0), table, float(z0), options)

@@ -12,20 +12,20 @@ from numpy.typing import ArrayLike
 
 
 def bradley_terry(scores_N, chosen_P, rejected_P, margin_P: ArrayLike = 0.0, center: float = 0.0):
-    """Mean over pairs of -log sigmoid(s_chosen - s_rejected - margin) + center (s_chosen + s_rejected)^2.
+    """Computes the mean over pairs of -log sigmoid(s_chosen - s_rejected - margin) + center (s_chosen + s_rejected)^2.
 
     Bradley and Terry's model of comparisons with Llama 2's margin (arXiv 2307.09288, eq. 2) and the centring term of
     arXiv 2312.09244, eq. 2; TRL's RewardTrainer has the same.
 
     Args:
+      scores_N: [N] score s of each sequence.
       chosen_P, rejected_P: indices into the scores, one pair each.
       margin_P: [P] or one number: by how much the chosen one must be ahead.
       center: pulls the sum of a pair's scores to 0, >= 0; without it scores are defined up to a constant.
 
     Returns:
-      (loss, dloss/ds [N] float64, metrics: accuracy = share of pairs with s_chosen > s_rejected, margin = mean lead of
-      the chosen one, before the margin asked for, is taken off).
-    """
+      (loss, dloss/ds [N] float64, metrics: accuracy = share of pairs with s_chosen > s_rejected, margin = mean of
+        s_chosen - s_rejected, without margin_P)."""
     scores = np.asarray(scores_N, np.float64)
     lead, both = scores[chosen_P] - scores[rejected_P], scores[chosen_P] + scores[rejected_P]
     rest = lead - np.asarray(margin_P, np.float64)
@@ -39,15 +39,16 @@ def bradley_terry(scores_N, chosen_P, rejected_P, margin_P: ArrayLike = 0.0, cen
 
 
 def step_labels(scores_S, labels_S):
-    """Mean over steps of the binary cross-entropy of sigmoid(s) with the step's label (arXiv 2312.08935, eq. 2).
+    """Computes the mean over steps of the binary cross-entropy of sigmoid(s) with the step's label (arXiv 2312.08935,
+    eq. 2).
 
     Args:
-      labels_S: 1 = right, 0 = wrong, or a probability between.
+      scores_S: [S] score s of each step.
+      labels_S: [S] 1 = right, 0 = wrong, or a probability between.
 
     Returns:
       (loss, dloss/ds [S] float64, metrics: accuracy = share of steps on the right side of 0, margin = mean score of
-      the right steps (label above 1/2) less that of the others; absent where there are none of either).
-    """
+        the right steps (label above 1/2) less that of the others; absent where there are none of either)."""
     scores, labels = np.asarray(scores_S, np.float64), np.asarray(labels_S, np.float64)
     loss = (np.logaddexp(0.0, scores) - labels * scores).mean()
     derivative = (np.exp(-np.logaddexp(0.0, -scores)) - labels) / len(scores)

@@ -61,13 +61,13 @@ def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gam
     https://github.com/verl-project/verl/issues/7244.) With one turn each it is the leave-one-out baseline of RLOO.
 
     Args:
+      mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
       rewards_T: of `token_rewards`, read at loss tokens. turn_T: int numbers of turns, or None.
       groups_N: group of each trajectory. present_N: bool; those absent are no members and get 0.
       gamma: discount per turn.
 
     Returns float64, 0 where not scored, in groups of fewer than two, and where all members have the same to go (within
-    1e-8). Raises ValueError for a loss token whose turn is negative.
-    """
+    1e-8). Raises ValueError for a loss token whose turn is negative."""
     cells = _cells(turn_T, mask_T, offsets)
     to_go, centred = _to_go(rewards_T, cells, gamma), np.zeros(cells.shape)
     for members in _members(groups_N):

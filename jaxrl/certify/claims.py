@@ -51,9 +51,11 @@ class Claim:
 
     @property
     def broken(self) -> bool:
+        """Whether the claim fails and is not accepted."""
         return self.verdict == FAILS and not self.accepted
 
     def shown(self) -> str:
+        """Returns the verdict as text, with "(accepted)" for an accepted failure."""
         return self.verdict + " (accepted)" * (self.accepted and self.verdict == FAILS)
 
 
@@ -95,6 +97,7 @@ def table(claims: list[Claim]) -> str:
 
 
 def markdown(title: str, claims: list[Claim]) -> str:
+    """Returns the content of certify.md: a table of the claims, and their counterexamples."""
     clean = lambda text: text.replace("|", "\\|").replace("\n", " ")  # noqa: E731
     lines = [f"# {title}", "", "| claim | | verdict | |", "|---|---|---|---|"]
     lines += [f"| {c.name} | {clean(CLAIMS[c.name])} | {c.shown()} | {clean(c.told)} |" for c in claims]

@@ -12,6 +12,7 @@ EXACT = 1e-9
 
 
 def differs(a, b) -> bool:
+    """Returns whether two arrays differ by more than EXACT, relative and absolute."""
     return not np.allclose(a, b, rtol=EXACT, atol=EXACT)
 
 

@@ -40,6 +40,7 @@ class Loss(NamedTuple):
 
     @property
     def options(self):
+        """Options of the objective: those below `algorithm`."""
         return self.objective.options
 
     def with_options(self, changes: dict) -> Loss:
@@ -100,6 +101,8 @@ def layouts(case: Case) -> dict[str, dict[str, tuple[Microbatch, ...]]]:
 
 
 class Gradient(NamedTuple):
+    """The loss of an optimizer step and its gradients, float64."""
+
     value: float
     logp: np.ndarray     # [T] of the sampled tokens
     entropy: np.ndarray  # [T]
@@ -107,10 +110,12 @@ class Gradient(NamedTuple):
 
 
 def programs(loss: Loss):
+    """Returns the jitted (logp, entropy, packed) -> (loss, its gradients by logp and entropy)."""
     return jax.jit(jax.value_and_grad(loss.total, argnums=(0, 1)))
 
 
 def packed_of(loss: Loss, case: Case, micro: Microbatch):
+    """Returns the PackedBatch of a case's microbatch, in float64, with current log-probs and entropies as columns."""
     columns = {name: case.columns[name] for name in ("logp", "entropy", *loss.reads)}
     return training.pack(case.traj, micro, columns, loss.weights(case), np.float64)
 

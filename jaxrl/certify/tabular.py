@@ -40,22 +40,27 @@ UNBIASED = {"advantage": ("outcome", "returns", "turn"), "advantage_std": ("none
 
 
 class Policy(NamedTuple):
+    """A policy of three tokens by state, its reference, and the scores of the seven completions."""
+
     theta: np.ndarray   # [3, 3]
     ref: np.ndarray     # [3, 3]
     scores: np.ndarray  # [7] of the answers
 
     def summary(self) -> dict:
+        """Returns the JSON-able description of the policy for a counterexample."""
         scores = {" ".join(map(str, a)): round(float(s), 3) for a, s in zip(ANSWERS, self.scores, strict=True)}
         return {"logits in the states '', 1, 2 of the tokens end, 1, 2": np.round(self.theta, 3).tolist(),
                 "scores": scores}
 
 
 def policy(seed: int) -> Policy:
+    """Returns a random Policy of a seed."""
     draw = np.random.default_rng(seed)
     return Policy(draw.normal(size=(3, 3)), draw.normal(size=(3, 3)), draw.random(len(ANSWERS)))
 
 
 def log_softmax(theta):
+    """Returns log-probs of logits over the last axis; numpy."""
     return theta - np.logaddexp.reduce(theta, axis=-1, keepdims=True)
 
 
@@ -74,14 +79,18 @@ def visits(theta):
 
 
 def score(p: Policy):
+    """Returns a function of theta: the expected score."""
     return lambda theta: jnp.sum(jnp.exp(log_probs(theta)) * p.scores)
 
 
 def kl_of_answers(p: Policy):
+    """Returns a function of theta: KL(policy || reference) of whole completions."""
     return lambda theta: jnp.sum(jnp.exp(log_probs(theta)) * (log_probs(theta) - log_probs(p.ref)))
 
 
 def kl_at_states(p: Policy, reverse: bool = False):
+    """Returns a function of theta: KL(policy || reference) at the visited states, or reversed; visits have no
+    gradient."""
     def of(theta):
         own, ref = jax.nn.log_softmax(theta), jax.nn.log_softmax(p.ref)
         own, ref = (ref, own) if reverse else (own, ref)
@@ -90,6 +99,8 @@ def kl_at_states(p: Policy, reverse: bool = False):
 
 
 def entropy(theta):
+    """Returns the entropy of the policy in nats, summed over states by their visit probabilities; these have no
+    gradient."""
     table = jax.nn.log_softmax(theta)
     return -jnp.sum(visits(theta)[:, None] * jnp.exp(table) * table)
 
@@ -170,6 +181,7 @@ def slope(f, theta) -> np.ndarray:
 
 
 def cosine(a, b) -> float:
+    """Returns the cosine of the angle between two arrays of one shape."""
     return float(np.sum(a * b) / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
 
 
@@ -203,6 +215,7 @@ def objective(loss: Loss, promised: bool) -> str:
 
 
 def is_promised(options) -> bool:
+    """Returns whether these options promise an unbiased gradient (UNBIASED)."""
     return all(options[name] in values for name, values in UNBIASED.items())
 
 

@@ -169,6 +169,8 @@ def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
 
 
 def within(base, other, how: str, case, worst: float) -> float:
+    """Returns the larger of `worst` and the distance of two lists of gradients. Raises Broken if that exceeds
+    ROUNDING."""
     distance, name = far(base, other)
     if distance > ROUNDING:
         raise Broken(f"update of a tiny model {how}: the gradient is {distance:.3g} of its length away",
@@ -202,6 +204,7 @@ class Base:
         return self._first
 
     def unchanged(self, claim: str) -> str:
+        """Tests the claim `microbatches`, `packing` or `padding` of the update. Raises Broken."""
         (tiny, case, base), worst = self.first(), 0.0
         for how, changes in LAYOUTS[claim].items():
             if "share" in changes:
@@ -210,6 +213,7 @@ class Base:
         return f"update in fp32 within {worst:.1g}"
 
     def order(self) -> str:
+        """Tests the claim `order`: the order of completions does not change the update. Raises Broken."""
         (tiny, case, _), worst = self.first(), 0.0
         base = tiny.gradients(case, minibatches=1)
         for how, ranks in cases.orders(case.traj).items():
@@ -218,6 +222,7 @@ class Base:
         return f"update in fp32 within {worst:.1g}"
 
     def meshes(self) -> str:
+        """Tests the claim `meshes`: on other meshes of simulated devices the update is the same. Raises Broken."""
         tiny, case, base = self.first()
         known = {how: given for how, given in MESHES.items() if given[0] <= jax.device_count()}
         if not known:
@@ -229,6 +234,7 @@ class Base:
         return f"{'; '.join(known)}: update in fp32 within {worst:.1g}"
 
     def scoring(self) -> str:
+        """Tests the claim `scoring`: log-probs of packed rows are those of each sequence alone. Raises Broken."""
         tiny, case, _ = self.first()
         model, params, traj, worst = tiny.job.model, tiny.policy.params(), case.traj, 0.0
         layout = training.make_layout(traj.sizes, tiny.job.row_shapes)
@@ -251,6 +257,7 @@ class Base:
         return f"within {worst:.1g} nats"
 
     def repeat(self) -> str:
+        """Tests the claim `repeat`: the same batch gives the same gradients twice, to the bit. Raises Broken."""
         tiny, case, base = self.first()
         again = tiny.gradients(case)
         for one, other in zip(base, again, strict=True):
@@ -297,6 +304,7 @@ class Base:
 
     @staticmethod
     def step(tiny, batch, step: int) -> dict[str, float]:
+        """Runs one step of a tiny job on a batch; returns its metrics."""
         spec, roles = tiny.spec, tiny.roles
         prepared = prepare(spec, roles, batch, lay_out(spec, tiny.job.row_shapes, batch.traj, step))
         return learn(spec, roles, batch, prepared, step) | roles.after_step(step + 1, 0.0)

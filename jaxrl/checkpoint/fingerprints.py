@@ -25,19 +25,20 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
-    """Compares the run's inputs across processes and with the checkpoint. Returns {"prints": fingerprints, "commits":
-    of the hub, "code": of rewards and environments, "began": initial weights} for the next checkpoint.
+    """Compares the run's inputs across processes and with the checkpoint.
 
-    Other code than the checkpoint's, and other initial weights, which a resumed run does not read, are warned about.
+    Returns what the next checkpoint stores: {"prints": fingerprints, "commits": of the hub, "code": of rewards and
+    environments, "began": initial weights; "day": the chat template's, if it writes one}. Other code than the
+    checkpoint's, and other initial weights, which a resumed run does not read, are warned about.
 
     Args:
+      peers: processes of the run. inputs: run.setup.ModelInputs. train_set, eval_sets: as of `fingerprints`.
       chosen: the checkpoint to resume, or None.
-      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it
-        may change on resume.
+      workers: option -> pool of workers (rewards, episodes), whose key() identifies the user's code; it may change on
+        resume.
 
     Raises:
-      ConfigError: the processes read different inputs, or others than the checkpoint's.
-    """
+      ConfigError: the processes read different inputs, or others than the checkpoint's."""
     prints = fingerprints(config, inputs, train_set, eval_sets)
     read = {"prints": prints, "commits": commits(config, train_set, eval_sets)}
     if day := jaxrl_data.template_date(inputs.tokenizer):
@@ -74,7 +75,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
     that is read again.
-    """
+
+    inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint

@@ -105,7 +105,8 @@ class Store:
 def place_of(url: str, private: bool = True) -> Hub | Store:
     """Returns the Hub or Store of an address. Raises ConfigError for an invalid address, or a store
     whose package is missing.
-    """
+
+    private: whether a repository that has to be created is private."""
     if "://" not in url:
         raise ConfigError(f"checkpoint.upload.to entry {url!r}: expected hf://owner/name, or a prefix such as "
                           "s3://bucket/folder, gs://bucket/folder or file:///folder")

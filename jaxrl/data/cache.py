@@ -56,7 +56,7 @@ class LazyTables(Tables):
         self.contents = self.digests()
 
     def digests(self) -> list:
-        """Returns the row limit and each file's path and SHA-256 digest, as they are now."""
+        """Returns [row limit, [path, SHA-256] of each file], as they are now."""
         return [self._limit, *([shown, sealed.file_digest(Path(resolve(shown)))] for shown in self._paths)]
 
     @property
@@ -68,6 +68,7 @@ class LazyTables(Tables):
 
     @property
     def commits(self) -> list[str]:
+        """Hub commits of the rows: none, they are local files."""
         return []
 
     def __len__(self) -> int:
@@ -78,9 +79,11 @@ class LazyTables(Tables):
 
 
 def lazy_tables(config, paths, limit: int, read) -> Tables:
-    """Returns rows that are read on first access if `data.cache` is set and every path is a local file;
-    else reads them now.
-    """
+    """Returns the Tables of files; they are read on first access if `data.cache` is set and every path is a local file,
+    else now.
+
+    Args:
+      paths: as `data.path` names them. limit: rows to keep, 0 = all. read: () -> Tables."""
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
     return LazyTables(paths, limit, read) if config.data.cache and local else read()
 
@@ -111,7 +114,8 @@ class Cache:
     def read(self, name: str, reader, bad) -> Dataset | None:
         """Returns the cached data set, or None if there is no readable entry. An unreadable entry is
         deleted with a warning.
-        """
+
+        reader, bad: the Dataset's Reader and BadRows. name: of the data set."""
         if not self.folder.is_dir():
             return None
         try:
@@ -168,7 +172,10 @@ class Cache:
 
 
 class CachedRows(Tables):
-    """Rows of a cache entry, indexed by their row number in the source. A Dataset uses it as its tables."""
+    """The rows of a cache entry, read from disk, indexed by their row number in the source. A Dataset uses it as its
+    tables.
+
+    folder: of the entry. commits: hub commits of the rows."""
 
     def __init__(self, folder: Path, commits: list[str]):
         self._commits, self._size = commits, 0
@@ -177,6 +184,7 @@ class CachedRows(Tables):
 
     @property
     def commits(self) -> list[str]:
+        """Hub commits of the rows."""
         return self._commits
 
     def __len__(self) -> int:
@@ -197,6 +205,7 @@ class KnownDigest:
         self._text = text
 
     def hexdigest(self) -> str:
+        """Returns the hash in hex."""
         return self._text
 
 

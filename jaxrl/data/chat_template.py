@@ -34,10 +34,9 @@ def template_date(tokenizer, day: str = "") -> str:
 
 
 def pin_date(template: str, day: str) -> str:
-    """Returns the template with a `strftime_now` macro that always returns the start of a day.
+    """Returns a chat template with a `strftime_now` macro that always returns the start of a day, "YYYY-MM-DD".
 
-    (transformers 5.24 passes templates no functions, only messages.)
-    """
+    (transformers 5.24 passes templates no functions, only messages.)"""
     when = datetime.datetime.fromisoformat(day)
     directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAwdbBmyYHIpMSfjUWcxXZzeDFTRGVu"]
     edits = "".join(f" | replace({d!r}, {when.strftime(d)!r})" for d in directives)
@@ -153,9 +152,9 @@ class Template:
             raise PromptError(f"the chat template rejects it: {type(e).__name__}: {e}") from None
 
     def render_with_mask(self, messages: list[dict], **kwargs) -> tuple[list[int], list[int]]:
-        """Returns (ids of a conversation, 1 for each id inside {% generation %} ... {% endgeneration %}). Arguments
-        as for `conversation`.
-        """
+        """Returns (ids of a conversation, 1 for each id inside {% generation %} ... {% endgeneration %}, else 0).
+
+        Arguments as for `conversation`. Raises PromptError if it cannot be rendered."""
         messages = [self._adapted(m) for m in messages]
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -171,7 +170,7 @@ class Template:
         return [[*self.start, *ids] for ids in self.encode(texts)]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, without special tokens added."""
+        """Returns the token ids of each text, a list per text, without special tokens added."""
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False,

@@ -73,7 +73,8 @@ class Example:
 
 
 def assistant_content(message: dict):
-    """Returns an assistant message's text, or the whole message if it has more (tool calls, thinking)."""
+    """Returns an assistant message's text, or a dict of the whole message if it has more (tool calls, thinking);
+    without `train`."""
     fields = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
     return fields["content"] if set(fields) <= {"role", "content"} else fields
 
@@ -105,7 +106,7 @@ class Tables:
 
     @property
     def parts(self) -> list:
-        """The sequences."""
+        """The sequences of rows, in order."""
         return self._parts
 
     def __len__(self) -> int:
@@ -231,7 +232,9 @@ class Reader:
         return Row(prompt, text, answer, columns, completion, messages, tools, images=images)
 
     def images_in(self, row: dict[str, Any], where: str) -> list:
-        """Returns the images of a raw row's prompt, unread. Raises PromptError as `__call__` does."""
+        """Returns the images of a raw row's prompt, not decoded; [] in a job of text. where: "file:line".
+
+        Raises PromptError as `__call__` does."""
         prompt = row.get(prompt_column(row, self.prompt))
         return [] if self.images is None else self.images.split(row, prompt, where)[1]
 
@@ -367,7 +370,7 @@ class Dataset:
         self.split: list[str] = []
 
     def fill(self, rows: list[TokenizedRow], limit: int) -> None:
-        """Stores tokenized rows. Prompts keep their last `limit` ids."""
+        """Stores tokenized rows as arrays (see `set_arrays`). Prompts keep their last `limit` ids."""
         none = np.zeros(0, np.int32)
         pieces = [none if ids is None else np.asarray(ids, np.int32) for one in rows
                   for ids in (one.prompt[-limit:], one.target, one.rejected)]
@@ -414,7 +417,9 @@ class Dataset:
                        trained, rejected if len(rejected) else None, images=images)
 
     def grid_of(self, row: int, image: int) -> tuple[int, int]:
-        """Returns (rows, columns) of patches of an image of a raw row, as they were when the data set was prepared."""
+        """Returns (rows, columns) of patches of an image, as they were when the data set was prepared.
+
+        row: number of a raw row. image: number of the image in it."""
         at = self.arrays["image_offsets"][int(np.searchsorted(self.arrays["rows"], row))]
         _, *grid = self.arrays["images"][at + image].tolist()
         return tuple(grid)
@@ -437,7 +442,7 @@ class Dataset:
 
     @property
     def first_rows(self) -> range:
-        """Indices of the first rows, used to try out reward functions."""
+        """Indices of the first two rows at most, used to try out reward functions."""
         return range(min(2, len(self)))
 
     @property
@@ -462,7 +467,7 @@ class Dataset:
 
 
 def column_value(row, name: str):
-    """Returns a column's value; for a name a.b without such a column, field b of column a."""
+    """Returns a column's value; for a name a.b without such a column, field b of column a; None if there is neither."""
     if name in row or "." not in name:
         return row.get(name)
     for part in name.split("."):

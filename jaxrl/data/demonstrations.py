@@ -49,10 +49,10 @@ class Demonstrations:
         return self.with_images(row, prompt, ())[:3]
 
     def with_images(self, row: Row, prompt: list[int], counts) -> tuple[list[int], list[int], np.ndarray, list[int]]:
-        """Returns as `__call__`, and the index in prompt and target of each first token of the images after the prompt.
+        """Returns the results of `__call__`, and the indices in prompt and target of the first tokens of the images
+        after the prompt.
 
-        counts: image tokens of each of these images.
-        """
+        counts: image tokens of each of these images. Raises PromptError for a conversation that cannot be rendered."""
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]
@@ -124,11 +124,10 @@ class Demonstrations:
 
 
 class CompletionRenderer:
-    """Renders completions after their prompts as the chat template writes them
-    (data.train_turns=last, pairs, held-out rows).
+    """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held-out
+    rows).
 
-    Without a chat template a prompt is followed by the completion's text and `eos_id`.
-    """
+    Without a chat template a prompt is followed by the completion's text and `eos_id`. template: a Template."""
 
     def __init__(self, config, tokenizer, template, eos_id: int):
         self.template, self.eos = template, [int(eos_id)]

@@ -123,14 +123,14 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Supervised jobs read a set's completion column where it has one.
 
     Args:
+      eos_id: token that ends supervised completions. tools: JSON schemas passed to the chat template.
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.
       sets: name -> rows, as for `load_train`.
       images: ImageSource; None reads no images.
 
     Returns:
-      name -> Dataset.
-    """
+      name -> Dataset."""
     data, limit = config.data, config.eval.max_rows
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):
@@ -174,7 +174,8 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
     """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one
     DataError for all problems.
-    """
+
+    rows_given, sets_given: whether training rows, and which eval sets, are passed from Python."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
     named = [(path, "data.path") for path in config.data.path if wanted]
     named += [(path, f"data.sources.{name}.path") for name, options in config.data.sources.items()
@@ -292,8 +293,10 @@ def _depth(value) -> int:
 
 
 class ReadRow(NamedTuple):
-    """A row before it is tokenized. completions: (name, its number among the chunk's texts, result of
-    CompletionRenderer). grids: [I, 2] of its images."""
+    """A row before it is tokenized. number: of the row. where: "file:line".
+
+    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: [I, 2] rows and
+    columns of patches of its images."""
 
     number: int
     where: str

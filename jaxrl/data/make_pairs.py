@@ -56,7 +56,8 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
 
 
 def main(argv=None) -> None:
-    """Writes the pairs of the files named on the command line."""
+    """Writes preference pairs of the completions in the files named on the command line, as JSON lines. argv: None =
+    sys.argv."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="rollouts/*.jsonl of a run, or eval/*.jsonl")
     parser.add_argument("--out", required=True, type=Path)

@@ -47,14 +47,15 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 class Claims:
-    """Rows owed to each source, in units of 1 / `sum(shares)`; `serve` returns the next source."""
+    """The rows owed to each of `count` sources, in units of 1 / `sum(shares)`; `serve` chooses the next source."""
 
     def __init__(self, count: int):
         self.owed: list[float] = [0.0] * count
         self.whole = 1
 
     def scale(self, parts: list[int]) -> None:
-        """Sets new shares, whose sum may differ from before."""
+        """Sets new shares (`shares` of the weights), whose sum may differ from before; what is owed stays, rounded
+        to whole units."""
         self.parts, whole = parts, sum(parts)
         self.owed = [float(round(c * whole / self.whole)) for c in self.owed]
         self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must not change the total
@@ -65,7 +66,7 @@ class Claims:
         self.due = whole - self.least if margin else whole
 
     def serve(self) -> int:
-        """Returns the source of the next position."""
+        """Chooses the source of the next position and books the row; returns its index."""
         best, first, owed, parts = -1, math.inf, self.owed, self.parts
         for k in self.alive:
             owed[k] += parts[k]
@@ -93,7 +94,7 @@ class Stretch:
         self._chunks: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # sources, rows, rows before the chunk
 
     def at(self, i: int) -> tuple[int, int]:
-        """Returns (source, rows it gave before) of the range's i-th position."""
+        """Returns (index of the source, rows it gave before) of the range's i-th position, from 0."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
         self._reach(i + 1)
         sources, rows, _ = self._chunks[i // CHUNK]
@@ -102,7 +103,7 @@ class Stretch:
         return k, int(self.rows_before[k]) + turns * each + int(rows[i % CHUNK])
 
     def before(self, i: int) -> np.ndarray:
-        """Returns [K] rows that each source gave before the range's i-th position."""
+        """Returns the rows that each source gave before the range's i-th position, int64 [K]."""
         turns, i = divmod(i, self.period) if self.period else (0, i)
         self._reach(i + 1)
         each = np.array(self.parts(0), np.int64) * turns if self.period else 0
@@ -163,7 +164,7 @@ class Mix:
             pass
 
     def place(self, position: int) -> tuple[int, int]:
-        """Returns (source, rows it gave before). Raises IndexError past the end."""
+        """Returns (index of the source, rows it gave before) of a position. Raises IndexError past the end."""
         with self._lock:
             stretch = self._of(position)
             return stretch.at(position - stretch.start)

@@ -86,7 +86,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class BadRowTotals:
-    """Count and messages of bad rows, summed over sources."""
+    """Number and messages of bad rows, summed over sources; as BadRows."""
 
     count: int
     messages: list[str]
@@ -106,11 +106,13 @@ def source_config(config, name: str):
 
 
 def select_rows(tables: Tables, where, name: str):
-    """Returns the numbers of the rows that match a source's filter. Raises DataError if none does.
+    """Returns the numbers, a list of int, of the rows that match a source's filter.
 
     Args:
-      where: column -> a value or several, compared as text.
-    """
+      where: column -> a value or several, compared as text; a row must match every column.
+      name: of the source, for messages.
+
+    Raises DataError if no row matches."""
     wanted = {column: [str(v) for v in (values if isinstance(values, list | tuple) else [values])]
               for column, values in where.items()}
     selected = [i for i in range(len(tables))

@@ -82,7 +82,7 @@ class Epochs:
         return first + int(mask.sum())
 
     def forget(self, position: int) -> None:
-        """Drops the state of epochs that end before a position, which is not requested again."""
+        """Drops the state of epochs that end before a position; positions before it must not be requested again."""
         while len(self.started_epochs) > 1 and self.started_epochs[1][1] <= position:
             self._orders.pop(self.started_epochs.pop(0)[0], None)
 

@@ -24,11 +24,16 @@ class Limits(NamedTuple):
     completion: str = "filter"
 
     def room(self, prompt: int) -> int:
-        """Returns the most completion tokens that fit after a prompt of `prompt` tokens."""
+        """Returns the largest number of completion tokens that fit after a prompt of `prompt` tokens."""
         return min(self.target, self.total - prompt) if self.total else self.target
 
     def overlong(self, prompt, target, what: str = "completion") -> str | None:
-        """Returns why a row is too long, or None. With data.overlong_prompt=truncate_left a long prompt is accepted."""
+        """Returns why a row is too long, as text, or None if it is not.
+
+        With data.overlong_prompt=truncate_left a long prompt is accepted.
+
+        Args:
+          prompt, target: token ids; target None = a prompt alone. what: name of the target in the text."""
         if len(prompt) > self.prompt and self.policy != "truncate_left":
             return f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens={self.prompt}"
         if target is None:
@@ -42,13 +47,12 @@ class Limits(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One training row cut from an overlong one.
+    """One training row cut from a row that is too long.
 
     Attributes:
       prompt: ids of the context.
-      target: ids after it.
-      trained: [C] bool, which target ids are trained on; None for all.
-    """
+      target: [C] ids after it.
+      trained: [C] bool, which target ids are trained on; None for all."""
 
     prompt: list[int]
     target: np.ndarray
@@ -61,9 +65,10 @@ def fit_completion(limits: Limits, prompt: list[int], target, trained) -> list[P
     truncate: keeps the first tokens that fit. split: each target token is in exactly one piece, after as many of the
     preceding tokens as a prompt may have (at most half a row if train.max_sequence_tokens bounds it).
 
+    limits: of the job. prompt, target: token ids. trained: bool per target id, None = all.
+
     Returns:
-      The pieces; [] if there is no room after the prompt, or no trained token in what is kept.
-    """
+      The pieces; [] if there is no room after the prompt, or no trained token in what is kept."""
     room = limits.room(min(len(prompt), limits.prompt))
     if room <= 0 or limits.completion == "filter" or (len(prompt) > limits.prompt and limits.policy != "truncate_left"):
         return []

@@ -79,7 +79,7 @@ class PairReader(Reader):
 
 
 def is_labelled(row: dict, data) -> bool:
-    """Returns whether a row has a completion with a label."""
+    """Returns whether a row has a completion with a label. data: config.data, which names the columns."""
     return row.get(data.completion_column) is not None and row.get(data.label_column) is not None
 
 
@@ -190,14 +190,14 @@ def shared_text(chosen: str, rejected: str, name: str) -> tuple[str, str, str]:
 
 
 def label_of(value, name: str) -> bool:
-    """Returns a label as a bool. Raises PromptError unless it is a bool, 0 or 1."""
+    """Returns a label as a bool. Raises PromptError, naming the column, unless it is a bool, 0 or 1."""
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise PromptError(f"column {name!r} (data.label_column) holds {value!r}, expected true or false")
     return bool(value)
 
 
 def margin_of(value, name: str) -> float:
-    """Returns a margin as a float. Raises PromptError unless it is a finite number."""
+    """Returns a margin as a float. Raises PromptError, naming the column, unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise PromptError(f"column {name!r} (data.margin_column) holds {value!r}, expected a number")
     return float(value)

@@ -32,7 +32,8 @@ class PassRates:
         return np.isnan(rates) | ((rates >= self.low) & (rates <= self.high))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the share of dropped rows and the mean pass rate of the measured ones."""
+        """Returns data/left_out_fraction, the share of rows that the current epochs leave out, and data/pass_rate,
+        the mean of the measured rows, if any is."""
         known = self.rates[~np.isnan(self.rates)]
         left_out = sum(int((~order.started_epochs[-1][2]).sum()) for order in self.orders)
         return {"data/left_out_fraction": left_out / len(self.rates),

@@ -25,7 +25,8 @@ def scored_reader(config):
 
 
 class ComparedReader(PairReader):
-    """Reads rows that must be pairs, also in held-out sets."""
+    """Reads rows that must be preference pairs, also in held-out sets. Arguments as of Reader; `targets` is not
+    read."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "required", tools)
@@ -38,7 +39,8 @@ class ComparedReader(PairReader):
 
 
 class StepReader(Reader):
-    """Reads completions in labelled steps; Row.messages are the steps."""
+    """Reads completions in labelled steps; Row.messages are the steps. Arguments as of Reader; `targets` is not
+    read."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "none", tools)

@@ -117,7 +117,7 @@ class ArrowTable:
         return self._table.num_rows
 
     def digest(self, into) -> None:
-        """Adds the rows' content and their place to a hash."""
+        """Adds the rows' content, their file or data set, and their hub commits to a hash. into: a hashlib object."""
         into.update(json.dumps([self._name, list(self.commits)]).encode())
         with pa.ipc.new_stream(pa.PythonFile(_Hashed(into), "w"), self._table.schema) as stream:
             stream.write_table(self._table)
@@ -214,14 +214,14 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     """Reads several sources into one table, in order.
 
     Args:
+      paths: one path or several, as data.path names them. bad: counts or raises for rows that cannot be read.
       field: option name for messages.
       splits, subset, revision: for folders and hub ids.
       limit: keeps the first rows of the whole; 0 for all.
       keep: columns whose binary values are kept.
 
     Raises:
-      DataError: a source cannot be read, or none has a usable row.
-    """
+      DataError: a source cannot be read, or none has a usable row."""
     parts, left = [], limit or sys.maxsize
     for path in (paths,) if isinstance(paths, str) else paths:
         if left <= 0:
@@ -242,10 +242,12 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
     Values without a JSON form become text.
 
     Args:
+      bad: counts or raises for rows that cannot be read.
       field: argument name for messages; a row's place is "<field>[3]", counted from 0.
       limit: keeps the first rows; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.
-    """
+
+    Raises DataError for anything else, and if there are no usable rows."""
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         splits = getattr(rows, "keys", tuple)()
         remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""
@@ -280,7 +282,9 @@ def _plain_row(row, keep):
 
 
 def check_path(path: str, field: str) -> None:
-    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind."""
+    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind.
+
+    field: the option that names it, for the message."""
     if path.startswith(IN_MEMORY):
         raise DataError(f"{field}={path}: rows that were passed from Python; pass them again,"
                         " jaxrl.train(..., data=, eval=), or name a file, a folder or a hub id")

@@ -104,11 +104,10 @@ class Stream:
 
     @classmethod
     def from_config(cls, config, dataset: Dataset, resumed_part: Callable = lambda name: None) -> Stream:
-        """Builds the stream of `data.*`.
+        """Builds the stream of a data set with the options `data.*`. Raises ConfigError for sizes that cannot work.
 
         Args:
-          resumed_part: part name -> its entry in the resumed checkpoint, or None.
-        """
+          resumed_part: part name -> its entry in the resumed checkpoint, or None."""
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
@@ -156,7 +155,7 @@ class Stream:
         return position if self.mix is None else self.mix.rows_before(position)[source]
 
     def row(self, position: int) -> int:
-        """Returns the number of the row at a position."""
+        """Returns the row number in the data set of the prompt at a position in the order of the data."""
         if self.mix is None:
             return int(self.orders[0][position])
         source, count = self.mix.place(position)
@@ -234,7 +233,8 @@ class Stream:
         return {name: ((n - before) / (cursor - earlier), n / size) for (name, size), n, before in rows}
 
     def metrics(self, cursor: int) -> dict[str, float]:
-        """Returns the metrics data/* and, of several sources, source/* at `cursor`."""
+        """Returns the metrics at `cursor`: data/epoch, data/filtered_fraction, data/bad_rows; of several sources
+        also source/<name>/share and source/<name>/epoch."""
         out = {"data/epoch": self.epoch(cursor), "data/filtered_fraction": self.dataset.filtered_fraction,
                "data/bad_rows": float(self.dataset.bad_rows.count)}
         if self.mix is not None:

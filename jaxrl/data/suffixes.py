@@ -33,12 +33,13 @@ TEXT, IMAGE = "t", "i"  # kinds of the parts of a content
 
 
 def sentinel(kind: str, index: int = 0) -> str:
-    """Returns a placeholder text.
+    """Returns a placeholder text that no template writes by itself, such as "QZa000ZXQ", to find a content in rendered
+    text.
 
     Args:
-      kind: a for the assistant's turn, c and b for the begin and end of a content, n for a tool's name, i
-        for a call's id.
-    """
+      kind: what it stands for: "a" an assistant's turn, "c" and "b" the begin and end of a content, "n" a tool's name,
+        "i" a call's id.
+      index: distinguishes placeholders of one kind."""
     return f"QZ{kind}{index:03d}ZXQ"
 
 
@@ -68,7 +69,8 @@ class Shape:
 
 
 def parts_of(message: dict) -> list[dict]:
-    """Returns the content of a message as a list of parts {"type": "text", "text"} and {"type": "image"}."""
+    """Returns a message's content as a list of parts {"type": "text", "text"} and {"type": "image"}; text becomes
+    one part."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -97,9 +99,8 @@ class Suffixes:
         return self._shapes[key]
 
     def render_calls(self, calls: int) -> tuple[str, list[int]]:
-        """Returns (a question and calls as the template writes them, positions at which the
-        assistant's turn may begin).
-        """
+        """Returns (text of a question and an assistant's turn with `calls` calls, positions in it where that turn
+        may begin)."""
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
         at = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
@@ -122,11 +123,11 @@ class Suffixes:
         """Returns the text after the assistant's sentinel.
 
         Args:
+          history: messages before the turn. generation_prompt: None = as the template's option says.
           key: roles and fields of the new messages.
           calls: number of tool calls in the assistant's turn; 0 for a text.
           more: further messages.
-          fields: further fields of the assistant's message.
-        """
+          fields: further fields of the assistant's message."""
         new: list[dict] = []
         texts = (PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD for i in itertools.count())
         for i, (role, named, answers, *kinds) in enumerate(key):

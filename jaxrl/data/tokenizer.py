@@ -57,9 +57,9 @@ def load_tokenizer(config):
 
 
 def apply_overrides(config, tokenizer):
-    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and
-    returns it. Raises ConfigError.
-    """
+    """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
+
+    Raises ConfigError for a missing file or a token that it does not have."""
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():

@@ -49,12 +49,12 @@ class Tokens:
         return plain
 
     def written(self, text: str) -> list[int]:
-        """Returns the ids of a template's text."""
+        """Returns the token ids of text that a template writes, in which control tokens are single ids."""
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False,
                               return_token_type_ids=False)["input_ids"]
 
     def plain(self, text: str) -> list[int]:
-        """Returns the ids of a message's text; what looks like a control token is spelled with other tokens."""
+        """Returns the token ids of a message's text; what looks like a control token is spelled with other tokens."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         if self.control.keys().isdisjoint(encoded.ids):
             return encoded.ids
@@ -82,7 +82,8 @@ class Tokens:
         return [i for text, ours in pieces for i in (self.written(text) if ours else self.plain(text))]
 
     def cut(self, text: str, limit: int) -> str:
-        """Returns the text, or its head and tail with MARKER between them, of at most `limit` tokens (0: no limit)."""
+        """Returns a text of at most `limit` tokens (0: no limit): unchanged, or its head and tail with MARKER
+        between them."""
         if limit <= 0:
             return text
         if len(text) > LONGEST_TOKEN * limit:

@@ -240,9 +240,9 @@ class TurnRenderer:
                 "calls": [_call_record(call, i, content_hash, marks, own) for i, call in enumerate(calls)]}
 
     def message(self, ids, tools=None) -> dict:
-        """Returns a sampled turn as the assistant's message for a history that is rendered as a whole (`first`).
-        Calls that cannot be parsed stay in the content unchanged.
-        """
+        """Returns a sampled turn as the assistant's message, for a history that is rendered as a whole (`first`).
+
+        ids: of the turn. tools: JSON schemas. Calls that cannot be parsed stay in the content unchanged."""
         turn = self.read(ids, tools)
         content, calls = turn["text"], turn["calls"]
         if "written" in turn:
@@ -258,9 +258,10 @@ class TurnRenderer:
         return out
 
     def turn(self, messages, answer: dict, following=(), tools=None) -> list[int]:
-        """Returns the ids of an assistant's message as the template writes it after `messages`, with its end token.
-        Arguments as for `render_turn`.
-        """
+        """Returns the token ids of an assistant's message as the template writes it after `messages`, with its end
+        token.
+
+        Arguments as for `render_turn`."""
         before, body, end = self.render_turn(messages, answer, following, tools)
         written = self.tokens.written
         return [*continuation_ids(written(before), written(body), before, body, written), *end]
@@ -470,9 +471,9 @@ class TurnRenderer:
 
 
 def end_of_turn(config, tokenizer) -> int | None:
-    """Returns the token with which the chat template ends an assistant's turn; None without a template, or
-    if it writes none.
-    """
+    """Returns the id of the token with which the chat template ends an assistant's turn.
+
+    None without a template, or if it writes none."""
     if not Template(config, tokenizer).chat:
         return None
     renderer = TurnRenderer(config, tokenizer)

@@ -285,6 +285,8 @@ def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
 
 
 def main(argv=None) -> int:
+    """Runs `jaxrl diff`: prints the comparison of two run directories and returns the exit status. argv: None =
+    sys.argv."""
     parser = argparse.ArgumentParser(prog="jaxrl diff", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, metavar="RUN", help="a run directory")

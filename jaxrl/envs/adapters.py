@@ -17,9 +17,9 @@ from jaxrl.workers.loading import LoadError, load, number
 
 
 def load_runner(setup: dict) -> EpisodeRunner:
-    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static
-    method `prepare`. Raises LoadError.
-    """
+    """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`.
+
+    setup: the pool's first message. Raises LoadError if user code cannot be loaded or has the wrong signature."""
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
     if setup["program"]:
@@ -71,7 +71,9 @@ def _check_options(found, args: tuple, options: dict, spec: str) -> None:
 
 
 class FunctionRunner(EpisodeRunner):
-    """Runs a function (task, chat), asynchronous or plain, as an episode."""
+    """Runs a function (task, chat), asynchronous or plain, as an episode.
+
+    options: further keyword arguments of the function."""
 
     def __init__(self, fn, options: dict):
         self._fn, self._options, self.functions, self.name = fn, options, [fn], getattr(fn, "__name__", "episode")
@@ -79,6 +81,7 @@ class FunctionRunner(EpisodeRunner):
                              or inspect.iscoroutinefunction(getattr(fn, "__call__", None)))  # noqa: B004
 
     def run(self, task, chat, running):
+        """Calls the function; what it returns is the episode's score, or None."""
         return self._fn(task, chat, **self._options)
 
 
@@ -105,6 +108,8 @@ class ToolRunner(EpisodeRunner):
         self._max_turns, self._images = setup["max_turns"], setup.get("images", False)
 
     async def run(self, task, chat, running):
+        """Sends the prompt with the tools, then the replies to calls, until a turn has none or env.max_turns is
+        reached."""
         async with self._remote(running) as remote:
             turn = await chat.send(task.prompt, tools=[*self.functions, *remote])
             for _ in range(self._max_turns - 1):
@@ -153,6 +158,8 @@ class StepRunner(EpisodeRunner):
         self.functions = [make]
 
     async def run(self, task, chat, running):
+        """Makes an environment, resets it, and passes it the model's turns until it is done or env.max_turns is
+        reached."""
         environment = await running.call(self._make, "making it", **self._options)
         if not (hasattr(environment, "reset") and hasattr(environment, "step")):
             raise BadEnvironment(f"it is of type {type(environment).__name__}, which has no reset and step")

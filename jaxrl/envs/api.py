@@ -57,7 +57,10 @@ class Task:
 
 @dataclasses.dataclass
 class Call:
-    """A tool call of the model. arguments: None if they could not be parsed; `error` then gives the reason."""
+    """A tool call of the model.
+
+    arguments: by name; None if they could not be parsed, `error` then gives the reason. id: names the call in its
+    reply."""
 
     id: str
     name: str
@@ -168,7 +171,9 @@ class Chat:
         return self._to_turn(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
 
     def reward(self, value: float) -> None:
-        """Adds to the reward of the model's last turn, and so to the score."""
+        """Adds to the reward of the model's last turn, and so to the score.
+
+        Raises BadEnvironment before the first turn, and for a value that is not finite."""
         if not self._turns:
             raise BadEnvironment("chat.reward was called before the model's first turn")
         self._reward += _finite(value, "chat.reward")
@@ -179,13 +184,16 @@ class Chat:
         self._anchor = key if isinstance(key, str) else json.dumps(key, sort_keys=True)
 
     def note(self, **values: float) -> None:
-        """Records numbers to report, as means over episodes."""
+        """Records numbers to report; metrics are their means over episodes. A later value of a name replaces the
+        earlier one.
+
+        Raises BadEnvironment for a value that is not finite."""
         self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
-        """Replaces the conversation by these messages; the next `send` adds to them. What was sampled before is
-        trained as a separate sequence.
-        """
+        """Replaces the conversation by these messages, text or a list; the next `send` adds to them.
+
+        What was sampled before is trained as a separate sequence."""
         self._history = _messages(messages)
 
     # -- the worker's side ---------------------------------------------------------------------------------------

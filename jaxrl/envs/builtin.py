@@ -102,10 +102,12 @@ class Guess:
     """
 
     def reset(self, row, seed):
+        """Starts a search for row["number"]; returns the first Observation."""
         self.number, self.low, self.high = int(row["number"]), 1, 32
         return self.tell("1-32").observation
 
     def step(self, action):
+        """Compares a guess with the number; returns a Step, done with reward 1 if it is right."""
         if not re.fullmatch("[0-9]{1,2}", action.strip()):
             return self.tell("a number")
         guessed = int(action)
@@ -118,6 +120,7 @@ class Guess:
         return self.tell("lower")
 
     def tell(self, text):
+        """Returns a Step that shows `text` in the state of the remaining range."""
         return Step(Observation(text, state=f"{self.low}-{self.high}"))
 
 
@@ -171,10 +174,12 @@ class Lake:
         self.slip = slip
 
     def reset(self, row, seed):
+        """Puts the player on row["map"]; returns the map. seed: of slips."""
         self.grid, self.rng = row["map"], random.Random(seed)
         return Observation(self.grid, state=self.grid)
 
     def step(self, action):
+        """Moves the player, perhaps sideways; returns a Step with the map, reward 1 if it is solved."""
         move = action.strip()
         if move in MOVES:
             if self.rng.random() < self.slip:
@@ -188,16 +193,18 @@ class LakePixels(Lake):
     """Environment `lake` whose maps are pictures of 8 x 8 pixels per cell; the map is the state's anchor."""
 
     def reset(self, row, seed):
+        """As Lake.reset; returns the map's picture."""
         super().reset(row, seed)
         return drawn(self.grid)
 
     def step(self, action):
+        """As Lake.step, with the map's picture, also at the end."""
         step = super().step(action)
         return Step(drawn(self.grid), step.reward, step.done)
 
 
 def drawn(grid: str) -> Observation:
-    """Returns a map's picture."""
+    """Returns the Observation of a map's picture; its state is the map."""
     return Observation([{"type": "image", "image": pixels.draw_map(grid)}], state=grid)
 
 
@@ -213,10 +220,13 @@ class Spot:
     """
 
     def reset(self, row, seed):
+        """Returns the row's scene, with the shape to click named."""
         self.row, self.clicks = row, []
         return self.show()
 
     def step(self, action):
+        """Marks a click, two digits in tenths of the side; returns a Step, done with reward 1 if it is in the
+        target's box."""
         found = re.fullmatch("([0-9]) ([0-9])", action.strip())
         if found is None:
             return Step(Observation("two digits"))
@@ -227,13 +237,14 @@ class Spot:
         return Step(self.show())
 
     def show(self):
+        """Returns the Observation of the scene with all clicks so far."""
         image = pixels.draw_scene(self.row["scene"], self.row["side"], self.row["ground"], self.clicks)
         *_, colour, name = self.row["scene"][self.row["target"]]
         return Observation([{"type": "image", "image": image}, {"type": "text", "text": f"click the {colour} {name}"}])
 
 
 def in_box(shape: list, x: float, y: float) -> bool:
-    """Returns whether a point lies in the bounding box of a shape of a scene."""
+    """Returns whether a point lies in the bounding box of a shape of a scene, all in pixels."""
     at_x, at_y, half, *_ = shape
     return abs(x - at_x) <= half and abs(y - at_y) <= half
 
@@ -242,9 +253,12 @@ def in_box(shape: list, x: float, y: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def first_failing_test(source: str, expression: str, tests: str) -> int:
-    """Returns the index of the first unit test (JSON) that a repaired function fails; -1 for none. Cached, since
-    members of a prompt group often write the same expression.
-    """
+    """Returns the index of the first unit test that a repaired function fails; -1 for none.
+
+    Args:
+      source: of the function. expression: what it shall return. tests: JSON of fn_name, inputs, outputs.
+
+    Cached, since members of a prompt group often write the same expression."""
     head, _, _ = source.rpartition(" return ")
     passed = grade(f"{head} return {expression}", tests).passed
     return -1 if all(passed) else passed.index(False)
@@ -261,10 +275,12 @@ class Repair:
     prepare = staticmethod(sandbox.prepare)
 
     def reset(self, row, seed):
+        """Returns the row's faulty `source`, to be repaired against its `tests`."""
         self.source, self.tests = row["source"], row["tests"]
         return Observation(self.source)
 
     def step(self, action):
+        """Tests an expression in place of the returned one; returns a Step with the first failing test, or reward 1."""
         test = first_failing_test(self.source, action.strip(), json.dumps(self.tests))
         if test < 0:
             return Step(reward=1.0, done=True)

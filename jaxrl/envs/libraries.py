@@ -50,9 +50,10 @@ def make_factory(kind: str, name: str, options: dict):
 
 
 class Gym:
-    """One gymnasium environment. The observation is its text rendering, if any, and the observation itself; or its
-    picture alone.
-    """
+    """One gymnasium environment as an environment of jaxrl.
+
+    The observation is its text rendering, if any, and the observation itself; or its picture alone. options: of
+    gymnasium.make, and `prompt`, text in place of the generated instructions."""
 
     def __init__(self, name: str, options: dict):
         import gymnasium
@@ -71,6 +72,7 @@ class Gym:
         self._names = ACTION_NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
 
     def reset(self, row, seed):
+        """Resets the environment with seed modulo 2^31; returns instructions and the first observation."""
         seen, _ = self._env.reset(seed=seed % 2**31)
         says = self._instructions() if self._prompt is None else self._prompt
         if self._shows:
@@ -78,6 +80,7 @@ class Gym:
         return f"{says}\n\n{self._observation_text(seen)}"
 
     def step(self, action):
+        """Takes the last action in the model's text; returns a Step. A text without one is counted in `invalid`."""
         found = self._action(action)
         if found is None:
             self._invalid += 1
@@ -88,6 +91,7 @@ class Gym:
         return Step(shown, float(reward), done, {"invalid": self._invalid})
 
     def close(self):
+        """Closes the environment."""
         self._env.close()
 
     trial = close
@@ -134,7 +138,8 @@ class Gym:
 
 
 def last_choice(text: str, names: tuple[str, ...]) -> int | str | None:
-    """Returns the last number or name in a text, or None. Numbers are cut after 19 digits."""
+    """Returns the last number or one of `names` in a text, in lower case; None without one. Numbers are cut after 19
+    digits."""
     words = "|".join(map(re.escape, names)) or "(?!)"
     found = re.findall(rf"(?<![\w.-])(?:-?\d++(?![\w.]*\d)|{words})(?!\w)", text.lower())
     if not found:
@@ -159,10 +164,13 @@ class Arena:
         self._own, self._name = textarena.core.ObservationType.PLAYER_ACTION, name
 
     def reset(self, row, seed):
+        """Starts a game with this seed; returns what it has written."""
         self._env.reset(num_players=1, seed=seed)
         return self._new_text()
 
     def step(self, action):
+        """Plays a turn; returns a Step. At the end: the player's reward, and the number `invalid`, 1 after an
+        invalid move."""
         done, _ = self._env.step(action=str(action))
         if not done:
             return Step(self._new_text())
@@ -171,6 +179,7 @@ class Arena:
         return Step(None, float((rewards or {}).get(0, 0.0)), True, {"invalid": float(bool(info.get("invalid_move")))})
 
     def trial(self):
+        """Raises LoadError if this is not a one-player game."""
         try:
             self._env.reset(num_players=1, seed=0)
         except AssertionError as e:

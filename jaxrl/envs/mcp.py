@@ -78,7 +78,8 @@ class Server:
     async def call(self, name: str, arguments: dict, images: bool = False) -> str | list:
         """Returns the tool's texts, or the JSON of structured content without text; with `images` parts where there is
         an image. Raises ToolError.
-        """
+
+        name, arguments: of the tool."""
         result = await self._ask("tools/call", {"name": name, "arguments": arguments})
         parts = result.get("content") or []
         if images and not result.get("isError") and any(part.get("type") == "image" for part in parts):
@@ -120,7 +121,8 @@ class Server:
 
 
 class McpTool(Tool):
-    """A server's tool. The server checks its arguments. images: whether its images are shown."""
+    """A tool of an MCP server, which checks its arguments. images: whether images in its results are shown to the
+    model."""
 
     def __init__(self, server: Server, schema: dict, images: bool = False):
         self.schema, self.name = schema, schema["function"]["name"]
@@ -131,11 +133,14 @@ class McpTool(Tool):
         self.fn = run
 
     def arguments(self, arguments: dict) -> dict:
+        """Returns the keyword arguments of `fn`; the server checks the tool's own."""
         return {"arguments": arguments}
 
 
 async def open_servers(addresses: list[str]) -> list[Server]:
-    """Connects to all servers; closes them again if one fails."""
+    """Connects to all servers and returns them with their tools; closes them again if one fails.
+
+    addresses: URLs or command lines. Raises BadEnvironment."""
     servers = []
     try:
         for one in addresses:
@@ -147,19 +152,21 @@ async def open_servers(addresses: list[str]) -> list[Server]:
 
 
 async def close_servers(servers: list[Server]) -> None:
-    """Closes the connections."""
+    """Closes the connections of all servers at the same time."""
     await asyncio.gather(*(server.close() for server in servers))
 
 
 def needs_restart(opening: asyncio.Future) -> bool:
-    """Returns whether servers shared by several episodes have to be restarted."""
+    """Returns whether servers shared by several episodes have to be restarted: opening failed, or a connection broke.
+
+    opening: the future of `open_servers`; False while it is not done."""
     if not opening.done():
         return False
     return opening.cancelled() or opening.exception() is not None or any(s.broken for s in opening.result())
 
 
 def command_files(servers: list[str]) -> list[str]:
-    """Returns the files named in the servers' command lines."""
+    """Returns the words of the servers' command lines that are existing files."""
     return [word for one in servers if not is_url(one) for word in shlex.split(one) if os.path.isfile(word)]
 
 
@@ -206,7 +213,9 @@ def _refusal(message: dict) -> dict | None:
 
 
 class Stdio:
-    """A server process, one message per line. On Linux no child process outlives it."""
+    """Connection to an MCP server process, one message per line. On Linux no child process outlives it.
+
+    command: its command line, split as a shell does."""
 
     version = VERSION
 
@@ -216,6 +225,7 @@ class Stdio:
         self._waiting, self.fault = {}, None
 
     async def open(self, name: str) -> None:
+        """Starts the server. Raises BadEnvironment if its program is not found. name: of the server, for messages."""
         self._name = name
         if shutil.which(self._words[0]) is None:
             raise BadEnvironment(f"{name}: program {self._words[0]!r} not found; install it or correct the path")
@@ -243,6 +253,7 @@ class Stdio:
             self._waiting.pop(number, None)
 
     async def notify(self, message: dict) -> None:
+        """Sends a JSON-RPC message that has no reply."""
         with contextlib.suppress(ConnectionError):  # the reader notices the end
             self._into.write(json.dumps(message).encode() + b"\n")
             await self._into.drain()
@@ -266,6 +277,7 @@ class Stdio:
                 answer.set_exception(BadEnvironment(self.fault))
 
     async def close(self) -> None:
+        """Closes the server's input, and ends it if it does not exit within SHUTDOWN_SECONDS."""
         if self._process is None:
             return
         with contextlib.suppress(ConnectionError):
@@ -285,17 +297,20 @@ class Stdio:
 
 
 class Http:
-    """Streamable HTTP: each message is a POST, answered by JSON or an event stream, with a session if
-    the server has them.
-    """
+    """Connection to an MCP server by streamable HTTP: each message is a POST, answered by JSON or an event stream.
+
+    With a session if the server has them."""
 
     def __init__(self, url: str):
         self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None
 
     async def open(self, name: str) -> None:
+        """Sets the server's name for messages; the first request connects."""
         self._name = name
 
     async def ask(self, message: dict, number: int) -> dict:
+        """Sends a JSON-RPC request and returns the reply with this id. Raises BadEnvironment for HTTP errors and a
+        lost session."""
         async with self._request("POST", message) as (status, headers, parts):
             if status == 404 and self._session:
                 self.fault = f"{self._name} has lost the session"
@@ -311,11 +326,13 @@ class Http:
         raise BadEnvironment(f"{self._name} did not reply to {message['method']}")
 
     async def notify(self, message: dict) -> None:
+        """Sends a JSON-RPC message that has no reply. Raises BadEnvironment for HTTP errors."""
         async with self._request("POST", message) as (status, _, _):
             if status not in (200, 202, 204):
                 raise BadEnvironment(f"{self._name} replied to {message.get('method')} with HTTP {status}")
 
     async def close(self) -> None:
+        """Ends the session if there is one; failures are ignored."""
         if self._session:  # a server need not support DELETE
             with contextlib.suppress(BadEnvironment, TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_SECONDS), self._request("DELETE", None):

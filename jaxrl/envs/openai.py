@@ -30,7 +30,8 @@ DEFAULTS = {"n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias":
 
 
 class RequestError(Exception):
-    """A request that gets an HTTP error status and the reason."""
+    """A request that is answered with an HTTP error `status` and the reason; kind: the error's `type` in OpenAI's
+    API."""
 
     def __init__(self, text: str, status: int = 400, kind: str = "invalid_request_error"):
         super().__init__(text)
@@ -58,7 +59,9 @@ class ChatRequest:
 
 
 def parse_body(body: bytes | str):
-    """Returns the JSON of a request, with finite numbers only. Raises RequestError."""
+    """Returns the JSON of a request, with finite numbers only.
+
+    Raises RequestError for other text and for nesting beyond MAX_DEPTH levels."""
     try:
         found = json.loads(body, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -244,7 +247,10 @@ def as_request_message(message: dict) -> dict:
 
 
 def completion_body(id: str, created: int, request: ChatRequest, turn: dict) -> dict:
-    """Returns the body of a reply."""
+    """Returns the body of a reply as a chat.completion of OpenAI's API, as a dict.
+
+    Args:
+      id, created: of the reply; seconds since 1970. turn: the model's turn as the trainer sends it."""
     message = assistant_message(turn, request.stop)
     why = turn["finish"] if turn["finish"] == "length" else "tool_calls" if "tool_calls" in message else "stop"
     before, sampled = turn["tokens"]
@@ -254,7 +260,9 @@ def completion_body(id: str, created: int, request: ChatRequest, turn: dict) -> 
 
 
 def stream_chunks(whole: dict, usage: bool) -> list[dict]:
-    """Returns the objects of a reply's stream."""
+    """Returns the chat.completion.chunk objects that stream a whole reply.
+
+    whole: of `completion_body`. usage: whether a last chunk has the token counts."""
     head = {"id": whole["id"], "object": "chat.completion.chunk", "created": whole["created"], "model": whole["model"]}
     choice = whole["choices"][0]
     message = choice["message"]
@@ -269,5 +277,5 @@ def stream_chunks(whole: dict, usage: bool) -> list[dict]:
 
 
 def error_body(refused: RequestError) -> dict:
-    """Returns the body of an error reply."""
+    """Returns the body of an error reply in the form of OpenAI's API, as a dict."""
     return {"error": {"message": str(refused), "type": refused.kind, "param": None, "code": None}}

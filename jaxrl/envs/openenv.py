@@ -37,12 +37,11 @@ def make_factory(servers: list[str], options: dict, step_seconds: float):
     Args:
       servers: URLs of replicas of one environment.
       options: env.options with the keys of OPTIONS: action, observation, state, prompt, reset, image.
-      step_seconds: env.step_seconds; a request to a server may take half of it.
+      step_seconds: env.step_seconds; an episode waits half of it for a server with a free session.
 
     Raises:
-      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field that
-        does not exist.
-    """
+      LoadError: an unknown option, a server without a schema, servers with different actions, or an action field
+        that does not exist."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise LoadError(f"env.options.{unknown[0]}: unknown option; openenv has {', '.join(OPTIONS)}")
@@ -65,9 +64,15 @@ def make_factory(servers: list[str], options: dict, step_seconds: float):
 
 
 class OpenEnv:
-    """One session. The observation is the field that option `observation` names, or the only field, else all fields
-    as JSON. Options: docs/guides/environments.md.
-    """
+    """One session of an OpenEnv server as an environment.
+
+    The observation is the field that option `observation` names, or the only field, else all fields as JSON. Options:
+    docs/guides/environments.md.
+
+    Args:
+      servers: URLs, tried in turn from number `turn` on while they are full. fields: those of an action, from the
+        server's schema.
+      patience: seconds to wait for a free session."""
 
     def __init__(self, servers: list[str], turn: int, fields: dict, options: dict, patience: float):
         self._servers = [servers[(turn + k) % len(servers)] for k in range(len(servers))]
@@ -76,6 +81,9 @@ class OpenEnv:
         self._wire, self._server, self._invalid = None, "", 0
 
     async def reset(self, row, seed):
+        """Opens a session with seed modulo 2^31 and the row's columns of option `reset`; returns the first Observation.
+
+        Raises BadEnvironment if the episode is over before its first action."""
         data = {"seed": seed % 2**31} | {name: row[name] for name in self._options.get("reset", ())}
         reply = await self._open({"type": "reset", "data": data})
         if reply["done"]:
@@ -85,6 +93,8 @@ class OpenEnv:
         return Observation(self._shown(reply["observation"], f"{says}\n\n" if says else ""), await self._anchor())
 
     async def step(self, action):
+        """Sends the action in the model's text; returns a Step. A text without one, or one that is refused, is
+        counted in `invalid`."""
         found = self._action(str(action))
         message = {"type": "step", "data": found}
         reply = None if found is None else await self._ask(message, "observation", refused=True)
@@ -96,6 +106,7 @@ class OpenEnv:
         return Step(seen, reply["reward"], reply["done"], {"invalid": self._invalid})
 
     async def close(self):
+        """Closes the session's connection."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()

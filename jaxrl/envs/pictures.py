@@ -30,7 +30,7 @@ def is_image(value) -> bool:
 
 
 def is_pillow(value) -> bool:
-    """Whether a value is an image of Pillow."""
+    """Whether a value is a Pillow image (it has `convert` and `getexif`)."""
     return hasattr(value, "convert") and hasattr(value, "getexif")
 
 
@@ -40,7 +40,7 @@ def is_array(value) -> bool:
 
 
 def is_part(value) -> bool:
-    """Whether a value is a part of a message's content."""
+    """Whether a value is a part of a message's content: a dict of type text or of an image."""
     return isinstance(value, dict) and "role" not in value and value.get("type") in ("text", *KINDS)
 
 
@@ -51,7 +51,9 @@ def shows(value) -> bool:
 
 
 def as_text(value, where: str):
-    """Returns an image as text: that of a file as a data URI. Raises BadEnvironment, which names `where`."""
+    """Returns an image as text: a URL unchanged, a file, bytes or picture as a data URI. where: named in errors.
+
+    Raises BadEnvironment for what cannot be read as an image."""
     if isinstance(value, dict):
         value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
     if isinstance(value, os.PathLike):
@@ -74,7 +76,9 @@ def as_text(value, where: str):
 
 
 def content_of(content, where: str):
-    """Returns a message's content with its images as text. Raises BadEnvironment, which names `where`."""
+    """Returns a message's content with every image as text (see `as_text`). where: named in errors.
+
+    Raises BadEnvironment for what cannot be read as an image."""
     if not isinstance(content, list):
         return content
     out = []

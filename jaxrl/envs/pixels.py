@@ -29,13 +29,15 @@ THINGS: dict[str, list[tuple[str, Colour, float]]] = {
 
 
 class Canvas:
-    """A picture to draw on, in one colour at first."""
+    """A picture to draw on, RGB, in one colour at first. height, width: in pixels."""
 
     def __init__(self, height: int, width: int, ground: Colour):
         self.height, self.width, self.pixels = height, width, bytearray(bytes(ground) * (height * width))
 
     def draw(self, shape: str, x: float, y: float, half: float, colour: Colour) -> None:
-        """Draws a shape of SHAPES. x, y: its centre in pixels. half: half its size."""
+        """Draws a shape of SHAPES in place; what lies outside the picture is cut off.
+
+        x, y: its centre in pixels. half: half its size in pixels."""
         inside, reach = SHAPES[shape], int(half) + 2
         for row in range(max(0, int(y) - reach), min(self.height, int(y) + reach)):
             for column in range(max(0, int(x) - reach), min(self.width, int(x) + reach)):
@@ -49,7 +51,7 @@ class Canvas:
 
 
 def draw_map(grid: str) -> bytes:
-    """Returns a map of environment `lake`, lines of cells, as a PNG file."""
+    """Returns a map of environment `lake`, lines of cells, as a PNG file of SIDE x SIDE pixels per cell."""
     lines = grid.split("\n")
     canvas = Canvas(SIDE * len(lines), SIDE * max(map(len, lines)), ICE)
     for row, line in enumerate(lines):

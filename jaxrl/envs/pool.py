@@ -53,7 +53,7 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One attempt at an episode. worker: None while it waits for a free seat."""
+    """One attempt at an episode. n: its number, unique in the pool. worker: None while it waits for a free seat."""
 
     id: str
     n: int
@@ -65,7 +65,7 @@ class Episode:
 
 
 class LocalProcess(WorkerProcess):
-    """A worker process on this host. seats: the shared table."""
+    """A worker process on this host. seats: the table of Seats that it shares with the pool."""
 
     def __init__(self, pool: EpisodePool):
         self._table, env = tempfile.TemporaryFile(), pool.env
@@ -76,6 +76,7 @@ class LocalProcess(WorkerProcess):
                          group="env", who="an environment", python=pool.python, inherit=(fd,), arguments=(str(fd),))
 
     def kill(self) -> None:
+        """Kills the process and frees the table."""
         super().kill()
         self._table.close()
 
@@ -104,11 +105,11 @@ class Worker:
         self.free, self.episodes = list(range(EPISODES_PER_WORKER)), {}
 
     def put(self, order: list) -> None:
-        """Queues a message to the worker."""
+        """Queues a message to the worker, which `write` sends."""
         self.unsent += json.dumps(order).encode() + b"\n"
 
     def write(self) -> bool:
-        """Sends as much as the pipe takes. Returns False if more is left."""
+        """Sends as many queued bytes as the pipe takes. Returns False if some are left."""
         try:
             while self.unsent:
                 del self.unsent[:os.write(self.into, self.unsent[:1 << 20])]
@@ -137,7 +138,7 @@ class Worker:
         return [e for e in self.episodes.values() if self.seats.since[e.seat]]
 
     def end(self) -> None:
-        """Kills the worker."""
+        """Kills the worker's process."""
         self.process.kill()
 
 
@@ -211,7 +212,7 @@ class EpisodePool:
     # -- the caller's side ---------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Returns when every worker is ready; raises ConfigError if one cannot start."""
+        """Waits until every worker is ready. Raises ConfigError if one cannot start."""
         with self._state:
             while not (self._started and all(w.ready for w in self._workers)) and not (self._fatal or self._closing):
                 self._state.wait(0.5)
@@ -230,11 +231,11 @@ class EpisodePool:
         """Starts an episode.
 
         Args:
+          id: names the episode in events; must not be running.
           task: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists.
 
         Raises:
-          ConfigError: a value has no JSON form.
-        """
+          ConfigError: a value has no JSON form."""
         try:
             episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
         except (TypeError, ValueError, RecursionError) as e:
@@ -280,24 +281,23 @@ class EpisodePool:
             self._wake()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """Returns the events since the last call; waits up to `timeout_s` seconds for the first one.
+        """Returns the events since the last call; waits up to `timeout_s` seconds for the first one. By Event.kind,
+        data holds:
 
-        send    {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None,
-        "stop":
-                texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state
-                in which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the
-                environment}
-        done    {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded":
-                whether chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}
-        failed  {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the
-                last turn so far}
+        send: {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
+        texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state in
+        which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the environment}.
+
+        done: {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded": whether
+        chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
+
+        failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
+        the last turn so far}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 
         Raises:
-          RunStopped: workers cannot work (ConfigError before the first worker was ready).
-        """
+          RunStopped: workers cannot work (ConfigError before the first worker was ready)."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             while not self._events and not (self._fatal or self._closing):

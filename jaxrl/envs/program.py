@@ -55,7 +55,8 @@ class ProgramResult:
 
 
 class ProgramChat(Chat):
-    """The model as the proxy talks to it: requests carry whole conversations."""
+    """The chat of a program's episode: requests to the proxy carry whole conversations, of which only new messages
+    are added."""
 
     def __init__(self, host, parallel: int):
         super().__init__(host, parallel)
@@ -115,9 +116,11 @@ class ProgramRunner(EpisodeRunner):
         self._proxy = Proxy()
 
     def chat(self, running, parallel: int) -> Chat:
+        """Returns the ProgramChat of one episode."""
         return ProgramChat(running, parallel)
 
     async def run(self, task, chat, running):
+        """Runs the program until it ends, answers its calls with the model's turns, and returns the score."""
         words = [FIELD.sub(lambda m: _field(m[1], task), word) for word in self._words]
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:
@@ -193,7 +196,10 @@ class ProgramRunner(EpisodeRunner):
 
 
 class ProgramProcess:
-    """A program with its child processes. On Linux a supervisor process kills whatever is left."""
+    """A program with its child processes. On Linux a supervisor process kills whatever is left.
+
+    Args:
+      words: the command. folder: where it runs. memory: its limit in bytes. url, key: of the proxy."""
 
     ended: asyncio.Future  # once it was started
 
@@ -208,7 +214,7 @@ class ProgramProcess:
         self._readers: list[asyncio.Task] = []
 
     async def start(self) -> None:
-        """Starts the program."""
+        """Starts the program, with its task as JSON on standard input and in task.json."""
         task_file = self._folder / "task.json"
         task_file.write_text(json.dumps(self._task), "utf-8")
         with task_file.open("rb") as stdin:
@@ -222,7 +228,7 @@ class ProgramProcess:
         self.ended = asyncio.ensure_future(self._process.wait())
 
     async def end(self) -> None:
-        """Returns when the program and its child processes have ended."""
+        """Ends the program with its child processes, killing them if necessary; sets `status`, its exit status."""
         if self._process is None:
             return
         if not self.ended.done():

@@ -24,21 +24,26 @@ RETRY = "x-stainless-retry-count"       # sent by OpenAI's SDKs
 
 
 class PendingCall:
-    """A call that waits for its reply. answer: a future of the reply's body."""
+    """A call that waits for its reply. asked, body: parsed request and its JSON. answer: a future of the reply's
+    body."""
 
     def __init__(self, asked: ChatRequest, body: dict, train: bool, answer: asyncio.Future):
         self.asked, self.body, self.train, self.answer = asked, body, train, answer
 
 
 class CallQueue:
-    """The calls of one episode, in order of arrival."""
+    """The calls of one episode's program that wait for the model, in order of arrival."""
 
     def __init__(self):
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self._latest: PendingCall | None = None
 
     async def ask(self, body: dict, train: bool, retry: bool) -> tuple[ChatRequest, dict]:
-        """Returns (request, reply) once the episode has it. A retry by an SDK is the latest call, not a new one."""
+        """Queues a call and returns (request, reply) once the episode has the reply. A retry by an SDK is the latest
+        call, not a new one.
+
+        Args:
+          body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one."""
         latest = self._latest
         if not (retry and latest is not None and latest.body == body):
             answer = asyncio.get_running_loop().create_future()
@@ -48,7 +53,7 @@ class CallQueue:
         return latest.asked, await asyncio.shield(latest.answer)
 
     def close(self, waiting: PendingCall | None) -> None:
-        """Refuses pending and further calls."""
+        """Refuses pending and further calls with RequestError. waiting: the call that is being answered, or None."""
         left = [] if waiting is None else [waiting]
         while not self.calls.empty():
             left.append(self.calls.get_nowait())
@@ -58,7 +63,9 @@ class CallQueue:
 
 
 class Proxy:
-    """The server. `open` gives an episode its queue and key. The first episode starts it."""
+    """The HTTP server through which programs reach the model. `open` gives an episode its queue and key.
+
+    The first call of `url` starts it."""
 
     def __init__(self):
         self._lines: dict[str, CallQueue] = {}
@@ -66,7 +73,7 @@ class Proxy:
         self._serving: asyncio.Task | None = None
 
     def url(self) -> str:
-        """Returns the base URL of the API."""
+        """Returns the base URL of the API on this host; starts the server at the first call."""
         if self._server is None:
             self._server = Server("127.0.0.1", 0, self._answer, self._admit, longest_body=LONGEST_BODY,
                                   connections=CONNECTIONS, refuse=_refusal)
@@ -75,7 +82,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def open(self):
-        """Yields (key, queue) of an episode while it runs."""
+        """Context that yields (API key, CallQueue) of an episode; the key is refused after it."""
         key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue()
         self._lines[key] = line
         try:

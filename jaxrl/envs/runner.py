@@ -25,7 +25,9 @@ class EpisodeRunner:
     name: str
 
     def chat(self, running, parallel: int) -> Chat:
-        """Returns the chat of one episode."""
+        """Returns the chat of one episode: a BlockingChat for plain functions, else a Chat.
+
+        running: the episode's worker.Attempt. parallel: env.max_parallel_calls."""
         return BlockingChat(running, parallel) if self.blocking else Chat(running, parallel)
 
 

@@ -21,7 +21,7 @@ SERVICES = "openenv"  # kinds served by env.servers
 
 
 def as_dict(options) -> dict:
-    """Returns a ConfigDict as a dict."""
+    """Returns a ConfigDict or mapping as a dict."""
     return options.to_dict() if hasattr(options, "to_dict") else dict(options)
 
 
@@ -36,7 +36,8 @@ def check_interpreter(python: str) -> str:
 def specs(env, folder: FunctionFolder) -> dict:
     """Returns the episode part of a worker's setup: `function`, `tools`, `program` (words), `mcp`, `servers`,
     `score`, `train_calls`, with absolute paths of files. Raises ConfigError.
-    """
+
+    env: the options below `env`. folder: keeps functions that are passed from Python."""
     kinds = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
     named = [name for name, value in kinds.items() if value]
     if len(named) > 1:
@@ -58,7 +59,7 @@ def specs(env, folder: FunctionFolder) -> dict:
 
 
 def without_folders(what: dict) -> dict:
-    """Returns the same setup without the folders of files, equal on all hosts."""
+    """Returns a worker's setup without the folders of its files, so that it is equal on all hosts."""
     def short(value):
         return [short(v) for v in value] if isinstance(value, list) else value.rpartition("/")[2]
     return {key: short(value) for key, value in what.items()}
@@ -76,9 +77,10 @@ def _address(address: str) -> str:
 
 
 def command_words(field: str, program: str) -> list[str]:
-    """Splits a command line into words, without a shell. Existing files become absolute paths, since a program runs
-    in its own folder. Raises ConfigError.
-    """
+    """Splits a command line into words, without a shell.
+
+    Existing files become absolute paths, since a program runs in its own folder. Raises ConfigError for unbalanced
+    quotes, naming `field`."""
     try:
         found = shlex.split(program)
     except ValueError as e:

@@ -23,7 +23,8 @@ class ToolError(Exception):
 
 
 class BadEnvironment(Exception):
-    """An environment that violates its interface. The text contains no data values and is used as the cause."""
+    """An environment that violates its interface; its episode fails. The text contains no data values and is used as
+    the cause."""
 
 
 class BadArguments(Exception):
@@ -31,7 +32,9 @@ class BadArguments(Exception):
 
 
 class Tool:
-    """A callable tool, or (fn None) the schema of one whose calls the episode runs itself."""
+    """A callable tool, or (fn None) the schema of one whose calls the episode runs itself.
+
+    tool: a plain function, or a schema {"type": "function", "function": ...}. Raises TypeError for anything else."""
 
     def __init__(self, tool):
         if isinstance(tool, dict):
@@ -66,7 +69,7 @@ class Tool:
 
 
 def tools_by_name(sources) -> dict[str, Tool]:
-    """Returns name -> Tool. Raises TypeError if two have the same name."""
+    """Returns name -> Tool of functions, schemas and Tools. Raises TypeError if two have the same name."""
     tools = {}
     for tool in (one if isinstance(one, Tool) else Tool(one) for one in sources):
         if tool.name in tools:
@@ -86,7 +89,7 @@ def too_many_calls_text(most: int) -> str:
 
 
 def tool_message(call, content: str | list) -> dict:
-    """Returns the tool message that replies to a call."""
+    """Returns the chat message of role `tool` that replies to a call. content: text or parts."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
 
@@ -107,7 +110,8 @@ def result_text(name: str, value) -> str:
 def schema(fn) -> dict:
     """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function. Raises
     TypeError with a remedy.
-    """
+
+    fn: a function with type hints and a Google-style docstring."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:
@@ -206,7 +210,7 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 
 
 def fit(value, kind: dict):
-    """Returns `value` converted to a schema's type. Raises BadArguments naming the expected type."""
+    """Returns `value` converted to the type of a JSON schema. Raises BadArguments naming the expected type."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:

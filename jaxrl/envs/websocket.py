@@ -20,14 +20,15 @@ class ConnectionClosed(ConnectionError):
 
 
 class WebSocket:
-    """A connection: `open`, then `send` and `receive` texts; `close` at the end."""
+    """A client's WebSocket connection (RFC 6455): `open`, then `send` and `receive` texts; `close` at the end."""
 
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def open(cls, url: str) -> WebSocket:
-        """Connects to a ws or wss URL. Raises OSError."""
+        """Connects to a ws or wss URL and returns the connection. Raises OSError if that fails, also if the server
+        declines."""
         parts = urlsplit(url)
         secure = parts.scheme == "wss"
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -52,12 +53,12 @@ class WebSocket:
         return cls(reader, writer)
 
     async def send(self, text: str) -> None:
-        """Sends a text."""
+        """Sends a text message and waits until the transport takes more."""
         self._frame(TEXT, text.encode())
         await self._writer.drain()
 
     async def receive(self) -> str:
-        """Returns the next message. Raises ConnectionClosed."""
+        """Returns the next text message. Raises ConnectionClosed if the other side closes or breaks the protocol."""
         message = None  # the frames of a text received so far
         while True:
             first, second = await _read_exactly(self._reader.readexactly(2))

@@ -50,7 +50,7 @@ class EpisodeTimeout(BaseException):
 
 
 class EpisodeCancelled(BaseException):
-    """The episode was cancelled."""
+    """The episode was cancelled. Not an Exception, so that user code does not catch it."""
 
 
 class Seats:
@@ -65,7 +65,7 @@ class Seats:
         self.since: Any = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")  # a list of floats
 
     def beat(self) -> None:
-        """Sets the loop's heartbeat."""
+        """Sets the heartbeat of the worker's event loop to now."""
         self.since[EPISODES_PER_WORKER] = time.monotonic()
 
     def ages(self) -> dict[int, float]:
@@ -75,20 +75,20 @@ class Seats:
 
 
 class RemoteSeats:
-    """The Seats of a worker on another host, as its actor last reported them."""
+    """The Seats of a worker on another host, as its Ray actor last reported them."""
 
     def __init__(self):
         self.since = [0.0] * (EPISODES_PER_WORKER + 1)
 
     def store(self, ages: dict[int, float]) -> None:
-        """Stores the ages that the actor reports."""
+        """Stores reported ages, seat -> seconds since its code runs; other seats are idle."""
         now = time.monotonic()
         for seat in range(EPISODES_PER_WORKER + 1):
             self.since[seat] = now - ages[seat] if seat in ages else 0.0
 
 
 class GlobalRandom:
-    """The process's random state as one episode sees it, independent of draws by others."""
+    """The global random state of `random` and numpy as one episode sees it, independent of draws by others."""
 
     def __init__(self, seed: int):
         self._seed, self._python, self._numpy = seed, None, None
@@ -150,13 +150,13 @@ class Attempt:
         self.began, self.busy, self.running = time.monotonic(), self.server.busy, 0.0
 
     def seconds_spent(self) -> float:
-        """Returns the seconds of this turn."""
+        """Returns the seconds of this turn that count towards its limit; time in which other episodes ran does not."""
         if self.server.runner.blocking:
             return self.running
         return max(self.running, time.monotonic() - self.began - (self.server.busy - self.busy) + self.running)
 
     def check(self) -> None:
-        """Sets `late` if a time limit is exceeded."""
+        """Sets `late`, the reason, if env.step_seconds or env.episode_seconds is exceeded."""
         seconds_spent, limits = self.seconds_spent(), self.server.limits
         if not self.late and seconds_spent > limits["step_seconds"]:
             self.late = f"a turn took longer than env.step_seconds={limits['step_seconds']:g}"
@@ -189,7 +189,7 @@ class Attempt:
         self.server.send([self.n, "send", payload | {"seconds": seconds_spent}])
 
     async def exchange(self, payload: dict) -> dict:
-        """Sends a payload to the trainer and returns the model's turn."""
+        """Sends a payload to the trainer and returns the model's turn, as EpisodePool.reply sends it."""
         self._send_payload(payload)
         self.waiting = self.server.loop.create_future()
         turn = await self.waiting
@@ -198,7 +198,9 @@ class Attempt:
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
-        """Calls a user's function according to env.threads and returns its result; a coroutine is awaited."""
+        """Calls a user's function according to env.threads and returns its result; a coroutine is awaited.
+
+        phase: what it is, for messages. args, kwargs: of the function."""
         before, self.phase = self.phase, phase
         try:
             if inspect.iscoroutinefunction(fn):
@@ -251,7 +253,10 @@ class Attempt:
     # -- result
 
     def end(self, value=None, error: BaseException | None = None) -> list:
-        """Returns the message that ends the attempt."""
+        """Returns the message [number, kind, data] that ends the attempt: "done" with its result, "failed" with a
+        cause, or "gone".
+
+        value: what the episode returned. error: what it raised, or None."""
         if self.gone:
             return [self.n, "gone"]
         self.check()
@@ -268,13 +273,14 @@ class Attempt:
 
 
 class BlockingAttempt(Attempt):
-    """An attempt at a plain function's episode, in its own thread; awaiting blocks it."""
+    """An attempt at a plain function's episode, in a thread of its own; awaiting blocks it."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.waiting, self.replies, self.awaits_turn = None, queue.SimpleQueue(), False
 
     def enter(self) -> None:
+        """Waits for this episode's turn to run (unless env.threads), then marks the start of its code."""
         if not self.server.threads:
             self.server.baton.acquire()
             self.random.enter()
@@ -282,12 +288,15 @@ class BlockingAttempt(Attempt):
         super().enter()
 
     def leave(self) -> None:
+        """Marks the end of this episode's code and lets another one run (unless env.threads)."""
         super().leave()
         if not self.server.threads:
             self.random.leave()
             self.server.baton.release()
 
     async def exchange(self, payload: dict) -> dict:
+        """Sends a payload to the trainer and returns the model's turn; other episodes run meanwhile. Raises
+        EpisodeCancelled."""
         self.leave()
         try:
             self._send_payload(payload)
@@ -299,6 +308,7 @@ class BlockingAttempt(Attempt):
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
+        """Calls a user's function in this thread and returns its result; a coroutine is run to its end."""
         before, self.phase = self.phase, phase
         found = fn(*args, **kwargs)
         if hasattr(found, "__await__"):
@@ -307,6 +317,7 @@ class BlockingAttempt(Attempt):
         return found
 
     async def gather(self, coroutines) -> list:
+        """Returns the results of coroutines, run one after the other."""
         return [await c for c in coroutines]
 
 
@@ -338,7 +349,11 @@ class TimedCoroutine:
 
 
 class Server:
-    """The event loop of a worker. runner: of adapters.load_runner."""
+    """The event loop of a worker, which runs its episodes.
+
+    Args:
+      runner: of adapters.load_runner. setup: the pool's first message. streams: descriptors to read from and write
+        to. seats: shared table."""
 
     def __init__(self, runner, setup: dict, streams: tuple[int, int], seats: Seats):
         self.runner, self.limits, self.user, self.threads = runner, setup["limits"], setup["user"], setup["threads"]
@@ -355,7 +370,7 @@ class Server:
         self._thread = threading.get_ident()
 
     def serve(self) -> None:
-        """Runs until the parent is gone."""
+        """Runs episodes until the pool's process is gone."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
         asyncio.set_event_loop(self.loop)
@@ -492,15 +507,17 @@ class Server:
 
 
 def failure(error: BaseException, phase: str) -> dict:
-    """Returns the data of a "failed": `cause` short, so that equal ones can be counted, `detail` the
-    end of the traceback.
-    """
+    """Returns the data of a "failed" message: {"cause": short text, "detail": end of the traceback, "fault": "env",
+    "reward": 0}."""
     text = "".join(traceback.format_exception(error))
     return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}
 
 
 def cause(error: BaseException, phase: str) -> str:
-    """Returns a short cause such as 'ConnectionError in reset', with the HTTP status if there is one."""
+    """Returns a short cause such as 'ConnectionError in reset', with the HTTP status if there is one; equal ones are
+    counted together.
+
+    phase: what the episode was doing."""
     if isinstance(error, (BadEnvironment, MissingColumn)):
         return f"{safe_str(error)} (in {phase})"
     kind, status = type(error).__name__, getattr(error, "code", None)
@@ -510,7 +527,7 @@ def cause(error: BaseException, phase: str) -> str:
 
 
 def main() -> None:
-    """Serves episodes until standard input ends, which it does when the parent exits in any way."""
+    """Serves episodes from standard input until it ends, which it does when the parent exits in any way."""
     from jaxrl.envs import adapters
     from jaxrl.workers.sources import digest
     streams.begin("environment")

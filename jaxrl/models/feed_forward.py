@@ -67,9 +67,9 @@ GATED = {name: _gated(activation) for name, activation in ACTIVATIONS.items()}
 
 @functools.cache  # experts compare it by identity
 def clamped(alpha: float, limit: float) -> Callable:
-    """Computes gpt-oss's gate: g * sigmoid(alpha * g) * (up + 1), with g at most the limit and up within
-    it on both sides.
-    """
+    """Returns gpt-oss's gate as a function (gate, up) -> g * sigmoid(alpha * g) * (up + 1), elementwise.
+
+    g is at most the limit, up within it on both sides."""
     def gated(gate, up):
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
@@ -78,7 +78,10 @@ def clamped(alpha: float, limit: float) -> Callable:
 
 
 def mlp(own, x):
-    """Returns (down(activation(gate) * up), {}), or (down(activation(up)), {}) without a gate."""
+    """Computes a dense feed-forward: returns (down(activation(gate) * up), {}), or (down(activation(up)), {}) without a
+    gate.
+
+    own: decoder.Weights of the layer. x: [..., D]."""
     return _dense(own, "mlp", x), {}
 
 

@@ -36,6 +36,7 @@ class Layer:
 
     @property
     def has_experts(self) -> bool:
+        """Whether its feed-forward has experts."""
         return self.feed_forward not in DENSE
 
 

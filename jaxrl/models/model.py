@@ -349,6 +349,7 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
+        """Number of parameters, adapters included."""
         return sum(math.prod(entry.shape) for entry in self.entries)
 
     @property

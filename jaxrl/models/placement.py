@@ -88,12 +88,15 @@ def gathered(weight, axes, dtype):
 
 
 def whole(x):
-    """Replicates x on every device."""
+    """Replicates x on every device of the mesh; unchanged without one."""
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P())
 
 
 def stored(weights, axes):
-    """Constrains [N, *weight] to the split of stored parameters, the first axis whole."""
+    """Constrains stacked weights [N, *weight] to the split of stored parameters, the first axis whole; unchanged
+    without a mesh.
+
+    axes: logical axis names of one weight."""
     mesh = _mesh()
     if mesh is None:
         return weights

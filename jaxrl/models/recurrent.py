@@ -134,7 +134,7 @@ def is_by_slot(path) -> bool:
 
 
 def positional(cache):
-    """Whether a leaf of the cache is indexed by position, [..., slots, C, width]."""
+    """Returns the first leaf of a cache that is indexed by position, [..., slots, C, width]."""
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return next(leaf for path, leaf in leaves if not is_by_slot(path))
 

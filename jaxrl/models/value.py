@@ -34,6 +34,7 @@ class ValueModel:
 
     @property
     def config(self):
+        """ModelConfig of the model within."""
         return self.model.config
 
     @functools.cached_property
@@ -58,6 +59,7 @@ class ValueModel:
         return self.tree(lambda entry: jnp.zeros(entry.shape, dtype) if entry.path[0] == "value" else entry.of(params))
 
     def logical_axes(self):
+        """Returns the tree of tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
 

@@ -72,22 +72,28 @@ class Engine(protocol.Engine):
 
     @property
     def info(self) -> protocol.EngineInfo:
+        """The engine's abilities: `holds`, and `concurrent` if it has devices of its own."""
         return protocol.EngineInfo(concurrent=self.beside, holds=True)
 
     def abort(self, ids=None) -> None:
+        """Drops all requests."""
         self._waiting.clear()
         self._running.clear()
 
     def close(self) -> None:
+        """Drops all requests."""
         self.abort()
 
     def clock(self) -> float:
+        """Returns the simulated time in seconds."""
         return self.now
 
     def submit(self, requests) -> None:
+        """Queues requests."""
         self._waiting.extend(requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Advances the time until a request is done, by at most deadline_s seconds; returns the results."""
         self._work(self.now + deadline_s, until_done=True)
         done, self._done = self._done, []
         return done
@@ -100,13 +106,16 @@ class Engine(protocol.Engine):
         self.now = end
 
     def hold(self, on: bool) -> None:
+        """Prevents waiting requests from starting while on."""
         self._held = on
 
     def publish(self, params, version: int) -> None:
+        """Advances the time by that of a weight sync; requests go on under the new version."""
         self.now += self.speeds.publish
         self._version = version
 
     def health(self) -> Health:
+        """Returns the state of the simulated engine."""
         return Health(True, version=self._version, running=len(self._running))
 
     def _work(self, end: float, until_done: bool = False) -> None:

@@ -72,6 +72,7 @@ class Case:
 
     @property
     def programs(self) -> list[str]:
+        """Names of the programs that the job runs on the target (memory.program_names)."""
         return memory.program_names(self.config, self.rollout)
 
     @property
@@ -100,6 +101,7 @@ class Case:
 
     @property
     def rollout_mesh(self) -> dict | None:
+        """Axis sizes of the embedded sampler's mesh; None without one."""
         return None if self.rollout is None else self.rollout[0]
 
 

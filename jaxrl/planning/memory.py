@@ -161,10 +161,15 @@ def in_host(config) -> set[str]:
 
 
 def streamed(config) -> set[str]:
+    """Returns the roles whose parameters stay in host memory and are streamed (mesh.roles.<role>.rest)."""
     return {role for role, given in config.mesh.roles.items() if given.get("rest") == "streamed"}
 
 
 def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float:
+    """Returns the bytes of the sampler's cache on one device: keys and values, and states of recurrent layers.
+
+    Args:
+      mesh: sizes of its axes. slots: in all. length: positions per slot. width: bytes of a number."""
     cfg = model.config
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
     kv = length * sum(cfg.cache_widths.values()) / kv_share * len(cfg.windows) * width

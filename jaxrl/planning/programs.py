@@ -157,6 +157,7 @@ class Lowered(Programs):
         self.lowered, self.keep = {}, keep
 
     def put(self, tree, sharding):
+        """Returns the shapes of a tree of arrays with one sharding, in place of arrays on devices."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=sharding), tree)
 
     def run(self, key, function, args, donate=(), out_shardings=None, mesh=None):

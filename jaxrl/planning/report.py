@@ -70,10 +70,12 @@ def _hours(hours: float) -> str:
 
 
 def gib(n: float) -> str:
+    """Returns a number of bytes as text in GiB."""
     return f"{n / 2**30:.2f} GiB"
 
 
 def size(n: float) -> str:
+    """Returns a number of bytes as text of equal width, in the largest of GiB, MiB, KiB that fits."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= step:
             return f"{n / step:8.2f} {unit}"

@@ -55,6 +55,7 @@ def state_bytes(cfg, mesh: dict, width: int) -> float:
 
 
 def data_shards(mesh: dict) -> int:
+    """Returns the number of parts that a mesh splits rows into. mesh: sizes of its axes."""
     return math.prod(mesh[a] for a in DATA_AXES)
 
 
@@ -238,6 +239,8 @@ def apply_work(config, model, mesh: dict) -> Work:
 
 
 def publish_work(config, model, mesh: dict, size: int) -> Work:
+    """Returns the Work of a weight sync: trained weights read, sampling weights written and read. size: bytes of a
+    weight."""
     return Work(0, weight_bytes(model, mesh, TRAIN_RULES, SIZES[config.train.param_dtype])
                 + 2 * weight_bytes(model, mesh, ROLLOUT_RULES, size))
 

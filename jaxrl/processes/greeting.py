@@ -245,6 +245,7 @@ class JoinWatch:
         self.close()
 
     def close(self) -> None:
+        """Stops watching and closes all connections."""
         self._closing.close()
         if self._thread.is_alive():
             self._thread.join()

@@ -122,6 +122,7 @@ class Student(Policy):
 
     @functools.cached_property
     def reader(self):
+        """Returns read(params, traj, layout): the student's own outputs (training.make_reader)."""
         c = self.job.config
         return training.make_reader(self.job.model, temperature=c.distill.temperature, chunk=c.train.logprob_chunk,
                                     put=self.put, top=c.distill.top_k)
@@ -131,6 +132,8 @@ class Student(Policy):
         return self.reader(self.params(), self.shown(traj), layout)["ids"]
 
     def update(self, batches) -> dict:
+        """Runs one optimizer step, with the teacher's head among the frozen parameters; returns its metrics, on the
+        device."""
         if not self.extra_params:
             return super().update(batches)
         self.state = self.state.replace(frozen={**self.state.frozen, **self.extra_params})
@@ -162,6 +165,7 @@ class MixedRows:
         return -int(-(number + 1) // self.share) - 1
 
     def is_on_policy(self, position: int) -> bool:
+        """Returns whether the row at a position is completed by the student, not taken from the data."""
         return self.count_before(position + 1) > self.count_before(position)
 
     def step(self, cursor: int) -> tuple[list, int]:
@@ -172,6 +176,8 @@ class MixedRows:
         return [row for row in found if not self.is_on_policy(row[0])], after
 
     def take(self, number: int, count: int) -> tuple[list, int]:
+        """Returns ([(number, example)], next number) of `count` on-policy rows from the row `number` on, as
+        Stream.take."""
         if self.share == 1:
             return self.stream.take(number, count)
         first, last = self.position(number), self.position(number + count - 1)

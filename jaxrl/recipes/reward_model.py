@@ -68,6 +68,7 @@ class ScoringJob(Job):
 
     @property
     def tree(self):
+        """Parameter table: the model with the scoring head in place of its output matrix."""
         return ValueModel(self.model, name=self.config.reward_model.head, bias=False)
 
 

@@ -32,6 +32,8 @@ HACKED = 0.05  # a held-out score that has fallen by so much from its best while
 
 
 class Anomaly(NamedTuple):
+    """A metric of one step far from its usual values. called: what it is, in words. deviations: from the median."""
+
     step: int
     name: str      # of the metric
     called: str
@@ -41,6 +43,7 @@ class Anomaly(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The anomaly as text for messages."""
         far = f", {self.deviations:.0f} deviations away" if np.isfinite(self.deviations) else ""
         return f"{self.called} ({self.name}) is {self.value:.4g}, usual were {self.usual:.4g}{far}"
 

@@ -87,6 +87,7 @@ def chosen(config, found) -> list[int] | None:
 
 
 def heading(plan, found) -> str:
+    """Returns the first lines for the console: the recorded steps and the anomalies found."""
     lines = [f"explanation of {plan.folder}, recorded {ranges(list(plan.paths))}"]
     lines += [f"  step {a.step}: {a.text}" for a in found]
     return "\n".join(lines) + "\n"
@@ -262,6 +263,7 @@ class Explained:
         return sorted(liked, key=lambda i: -self.shares[i])[:NAMED]
 
     def named(self, i: int) -> str:
+        """Returns "group G sample K" of the i-th completion."""
         return f"group {self.traj.group[i]} sample {self.traj.sample[i]}"
 
     # ---- reports
@@ -287,6 +289,7 @@ class Explained:
         return out
 
     def summary(self) -> dict:
+        """Returns the measurements as a JSON-able dict, the content of explain/step_<step>.json."""
         a = self.answers
         d = (self.after - self.before)[self.traj.loss_mask]
         suspects = [s["answer"] for s in self.suspects]
@@ -305,6 +308,7 @@ class Explained:
                 "answers": [self._row(i) for i in listed], "pushed": pushes, "tokens": self._tokens()}
 
     def text(self) -> str:
+        """Returns the explanation as lines for the console."""
         told = self.summary()
         heavy = sorted(self.groups, key=lambda g: -abs(g["share"]))[:NAMED]
         lines = [f"step {self.number} ({told['replay']['result']}): {told['why']}"]
@@ -329,6 +333,7 @@ class Explained:
 
 
 def shortened(text: str) -> str:
+    """Returns the repr of a text, cut to 60 characters."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 

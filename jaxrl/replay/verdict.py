@@ -37,11 +37,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
+    """The comparison of a replayed step with its record, stage by stage in the order of computation."""
+
     step: int
     places: tuple[Place, ...]
 
     @property
     def kind(self) -> str:
+        """"bitwise" if every stage is equal, "within rounding" if each is within its bound, else "different"."""
         worst = max(place.away for place in self.places)
         return "different" if math.isinf(worst) else "within rounding" if worst else "bitwise"
 
@@ -52,6 +55,7 @@ class Verdict:
         return next(iter(beyond or [place for place in self.places if place.away]), None)
 
     def summary(self) -> dict:
+        """Returns {"step", "result", and, unless bitwise, "first" stage that differs and "where"}."""
         first = self.first
         where = {} if first is None else {"first": first.name, "where": first.text}
         return {"step": self.step, "result": self.kind, **where}

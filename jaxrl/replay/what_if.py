@@ -78,6 +78,7 @@ def difference(after: dict, before: dict) -> dict:
 
 @jax.jit
 def dot(a: dict, b: dict):
+    """Returns the inner product of two flat dicts of parameters with the same names, in fp32."""
     return sum(jnp.sum(a[k].astype(jnp.float32) * b[k].astype(jnp.float32)) for k in a)
 
 
@@ -115,7 +116,7 @@ def _likelihood(job, optimizer):
 
 
 def holds(traj, micro, weights) -> bool:
-    """Whether a microbatch has a token with a nonzero weight."""
+    """Returns whether a microbatch has a token with a nonzero weight. weights: [T]."""
     sequences = [i for row in micro.rows for block in row for i in block.sequences]
     return any(weights[traj.offsets[i]:traj.offsets[i + 1]].any() for i in sequences)
 

@@ -85,7 +85,7 @@ class Spec(Options):
 
     @cached_property
     def longest(self) -> int:
-        """Bound on prompt + completion in tokens."""
+        """Largest number of tokens of prompt and completion together."""
         return lengths.longest_sequence(self)
 
     @cached_property
@@ -100,20 +100,22 @@ class Spec(Options):
 
     @cached_property
     def ahead(self) -> bool:
-        """Whether completions may be asked for before their step."""
+        """Whether completions may be sampled before the step that uses them (rollout.max_staleness, sync_every)."""
         return self.rollout.max_staleness > 0 or self.rollout.sync_every > 1
 
     @cached_property
     def updates(self) -> tuple[int, int]:
-        """(passes over a step's batch, optimizer steps per pass)."""
+        """(passes over a step's batch, optimizer steps per pass); (1, 1) for jobs that do not sample."""
         return (self.algorithm.ppo_epochs, self.algorithm.num_minibatches) if self.recipe.samples else (1, 1)
 
     @property
     def needs_critic(self) -> bool:
+        """Whether the job trains a critic: its advantage is gae."""
         return self.recipe.samples and self.algorithm.advantage == "gae"
 
     @property
     def needs_reference(self) -> bool:
+        """Whether the job reads log-probs of a reference: for KL, or for a preference loss that takes it."""
         if self.recipe.pairs and "reference" in self.recipe.roles:
             return needs_reference(self.preference)
         return self.recipe.samples and bool(self.algorithm.kl.coef)
@@ -125,6 +127,7 @@ class Spec(Options):
 
     @cached_property
     def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the rewards (kl.placement=reward) rather than part of the loss."""
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
@@ -259,7 +262,7 @@ def serves_apart(c, hf_config: dict) -> bool:
 
 
 def lora_on(config) -> bool:
-    """Whether adapters train instead of the model."""
+    """Returns whether adapters train instead of the model (lora.rank or lora.path)."""
     return bool(config.lora.rank or config.lora.path)
 
 

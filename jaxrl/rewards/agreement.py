@@ -36,9 +36,12 @@ class Agreement(NamedTuple):
         """Compares labels with the results of workers. Raises ConfigError if the share is below min_agreement.
 
         Args:
-          o: the judge's options.
+          name: of the judge. o: its options.
+          labels: points of the scale, one per row.
           results: {value, outcome, metrics} per row; values are shares of the scale.
-        """
+
+        The share counts rows where label and score lie on the same side of the scale's middle, over all labelled
+        rows."""
         lowest, highest = o["lowest"], o["highest"]
         middle = 0.5 * (lowest + highest)
         scores = [None if r["value"] is None else lowest + r["value"] * (highest - lowest) for r in results]
@@ -55,7 +58,8 @@ class Agreement(NamedTuple):
         return agreement
 
     def text(self) -> str:
-        """Returns a summary for the console."""
+        """Returns a summary for the console: shares, mean difference in points, the rows furthest apart, rows
+        without a score."""
         out = (f"judge {self.name!r} and {self.rows} labelled rows: {self.share:.1%} on the same side of the scale's "
                f"middle, {self.difference:.2f} points apart on average")
         if self.differ:
@@ -64,7 +68,9 @@ class Agreement(NamedTuple):
 
 
 def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
-    """Returns (items, labels) of the rows of `labelled`. Raises ConfigError naming file and line."""
+    """Returns (items, labels in points of the scale) of the rows of a judge's `labelled` file, JSON lines.
+
+    o: the judge's options. Raises ConfigError naming file and line."""
     where, items, labels = o["labelled"], [], []
     try:
         lines = Path(where).expanduser().read_text("utf-8").splitlines()

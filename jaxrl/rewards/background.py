@@ -7,11 +7,10 @@ from collections import deque
 
 
 class BackgroundScorer:
-    """Scores groups of completions in the order they arrive.
+    """Scores groups of completions in a thread, in the order they arrive.
 
     Args:
-      score: function that scores a list of groups in place. Each group has a `position`.
-    """
+      score: function that scores a list of groups in place. Each group has a `position`."""
 
     def __init__(self, score):
         self._score, self._state = score, threading.Condition()
@@ -21,7 +20,7 @@ class BackgroundScorer:
         self._thread.start()
 
     def add(self, group) -> None:
-        """Queues a group for scoring."""
+        """Queues a group for scoring; returns at once."""
         with self._state:
             self._queue.append(group)
             self._open.add(group.position)

@@ -56,13 +56,13 @@ def registered_rewards() -> dict[str, Callable]:
 
 @register_reward("math")
 def math_reward(prompt, completion, answer):
-    """Scores the mathematical equality of the completion's final expression (a box, else the
-    last expression) and `answer`.
+    """Scores 1.0 if the completion's final expression (a box, else the last expression) equals `answer` mathematically,
+    else 0.0; None without an answer.
 
     An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
-    of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers must
-    also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers equal.
-    """
+    of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers
+    must also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers
+    equal."""
     if answer is None:
         return None
     answer = str(answer)
@@ -192,7 +192,8 @@ def _nearly_equal(a, b) -> bool:
 
 
 def load_math_verify():
-    """Imports math-verify. Workers that serve `math` call it before they report ready."""
+    """Imports math-verify and returns the module, with its warnings off. Workers that serve `math` call it before
+    they report ready."""
     import logging
 
     import math_verify
@@ -215,15 +216,17 @@ def _parsed_answer(answer: str):
 
 @register_reward("exact")
 def exact_reward(prompt, completion, answer):
-    """Scores whether the whole completion equals `answer`, ignoring surrounding white space."""
+    """Scores 1.0 if the whole completion equals `answer`, ignoring surrounding white space, else 0.0; None without
+    an answer."""
     return None if answer is None else float(completion.strip() == str(answer).strip())
 
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores whether the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18
-    = 18.0 = 36/2).
-    """
+    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2),
+    else 0.0.
+
+    None, which counts as absent, for a row without an answer."""
     if answer is None:
         return None
     content = last_boxed(completion)
@@ -267,11 +270,11 @@ def _number(text: str) -> Fraction | None:
 
 @register_reward("choice")
 def choice_reward(prompt, completion, answer):
-    r"""Scores whether the chosen letter equals `answer` (a letter, also as '(B)').
+    r"""Scores 1.0 if the chosen letter equals `answer` (a letter, also as '(B)'), else 0.0; None without an answer.
 
     The letter is the first match of: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a
-    completion that begins with the letter alone ('B', '(B)', 'B. because').
-    """
+    completion that begins with the letter alone ('B', '(B)', 'B. because'). Raises ValueError for an answer that is
+    no letter."""
     if answer is None:
         return None
     wanted = _letter(str(answer))
@@ -298,7 +301,9 @@ def _chosen_letter(completion: str) -> str | None:
 
 @register_reward("format")
 def format_reward(prompt, completion, format_pattern):
-    """Scores whether the whole completion matches `reward.format_pattern` ('.' also matches line ends)."""
+    """Scores 1.0 if the whole completion matches `reward.format_pattern`, else 0.0 ('.' also matches line ends).
+
+    A match that takes longer than LIMIT seconds of processor time scores as wrong."""
     pattern = re.compile(format_pattern, re.DOTALL)
     with time_limited() as limit:
         return float(pattern.fullmatch(completion) is not None)
@@ -310,11 +315,12 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
     """Scores the program in a completion by the row's unit tests, in the sandbox (formats: docs/guides/rewards.md).
 
     The program is the last block between ``` fences, else the whole completion. The tests are in the column `tests`,
-    else in `answer`. A resource limit fails the program's tests; a sandbox failure gives no score.
+    else in `answer`; None without tests. A resource limit fails the program's tests; a sandbox failure gives no score.
 
     Args:
       code_score: "all" = 1.0 if every test passes, else 0.0; "fraction" = share of passed tests.
-    """
+
+    Returns (score, metrics): passed, the share of passed tests; opaque and limited, 0.0 or 1.0."""
     tests = answer if tests is None else tests
     if tests is None:
         return None

@@ -34,11 +34,11 @@ class ServiceError(Exception):
 
 
 def load_function(spec: str, setup: dict):
-    """Returns the function of a spec. Raises LoadError with the reason.
+    """Returns the function of a spec: a service, an import path, or a built-in reward. Raises LoadError with the
+    reason.
 
     Args:
-      setup: the worker's first message; see worker.py.
-    """
+      setup: the worker's first message; see worker.py."""
     if spec in setup.get("services", ()):
         options = setup["services"][spec]
         return importlib.import_module(f"jaxrl.rewards.{options['kind']}").make(options, setup["places"][spec])
@@ -91,13 +91,18 @@ class Call:
             raise LoadError(f"reward.arguments: {name} has no argument {unknown[0]!r}; it has {', '.join(names)}")
 
     def traits(self) -> dict:
-        """Returns what the parent process knows of the function."""
+        """Returns what the parent process needs to know of the function, as a JSON-able dict.
+
+        Whether it is batched or asynchronous, completions per call, seconds per call, and which large arguments it
+        takes."""
         return {"batched": self.batched, "asynchronous": self.asynchronous, "size": self.size, "seconds": self.seconds,
                 "context": "context_ids" in self.named, "images": "images" in self.named,
                 "image_sizes": "image_sizes" in self.named}
 
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
-        """Returns (args, kwargs) of a call. Raises TypeError naming an argument that is not available."""
+        """Returns (args, kwargs) of a call, from prompt, completion, data columns, extras and shared arguments.
+
+        Raises TypeError naming a required argument that is not available."""
         kwargs = {k: v for k, v in columns.items() if k not in self.first} if self.takes_all else {}
         available = {**columns, **extras, **shared, **self.own}
         for name, required in self.named.items():
@@ -135,7 +140,9 @@ class Call:
         return out
 
     def call_batch(self, items: list[dict], shared: dict):
-        """Calls the function for a batch. A column that some items lack is None for them."""
+        """Calls the function for a batch of JSON items; returns its values, or a coroutine if it is asynchronous.
+
+        A column that some items lack is None for them. shared: as of `call_one`."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         columns = {n: [item["columns"].get(n) for item in items] for n in names}
         each = [self._extras(item) for item in items]
@@ -146,12 +153,11 @@ class Call:
 
 
 def outcome(value) -> dict:
-    """Returns {value, outcome, metrics} of a function's return value for one item. value is None
-    unless outcome is 'ok'.
+    """Returns {value, outcome, metrics} of a function's return value for one item; value is None unless outcome is
+    'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond LARGEST ->
-    'error: ...'. Never raises.
-    """
+    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond MAX_REWARD -> 'error:
+    ...'. Never raises."""
     if isinstance(value, ServiceError):
         return failure(value)
     try:

@@ -29,14 +29,14 @@ GRACE_SECONDS = 10.0     # after the deadline, before the worker is killed
 
 
 class Budget:
-    """Time left for one request, and the last failure within it."""
+    """The time left for one request, and its last failure. seconds: from now on."""
 
     def __init__(self, seconds: float):
         self.until = time.monotonic() + seconds
         self.last: ServiceError | None = None
 
     def left(self) -> float:
-        """Returns the remaining seconds."""
+        """Returns the remaining seconds; negative once they are over."""
         return self.until - time.monotonic()
 
 
@@ -83,11 +83,12 @@ class Service:
         """Returns the JSON reply to a POST, retrying the URLs in turn. All tries carry one Idempotency-Key.
 
         Args:
+          client: of `client`. budget: of the work that the request is part of. urls: tried in turn. headers: further
+            ones.
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:
-          ServiceError: no usable reply within the tries and the budget.
-        """
+          ServiceError: no usable reply within the tries and the budget."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": kind, "Idempotency-Key": uuid.uuid4().hex} | (headers or {})
         for attempt in range(self.o["retries"] + 1):
@@ -132,9 +133,9 @@ class Service:
 
 
 def error_cause(error: BaseException) -> str:
-    """Returns the cause of an httpx.HTTPError: tls, host (unknown name), refused (no
-    connection), broken (connection lost).
-    """
+    """Returns the cause of an httpx.HTTPError, for the metrics.
+
+    "tls", "host" (unknown name), "refused" (no connection) or "broken" (connection lost)."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
@@ -166,7 +167,9 @@ def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
 
 
 def get_field(reply, name: str, kind, where: str):
-    """Returns an entry of a reply. Raises ServiceError with cause `key` (absent) or `type` (not a `kind`)."""
+    """Returns the entry `name` of a reply. where: the server, for messages.
+
+    Raises ServiceError with cause `key` (absent) or `type` (not a `kind`)."""
     if not isinstance(reply, dict) or name not in reply:
         has = ", ".join(map(str, reply)) if isinstance(reply, dict) else type(reply).__name__
         raise ServiceError("key", f"{where} has no {name!r}; it has: {has[:100]}")
@@ -176,7 +179,8 @@ def get_field(reply, name: str, kind, where: str):
 
 
 def check_count(values: list, count: int, where: str) -> list:
-    """Returns a list that must have `count` entries. Raises ServiceError with cause `count`."""
+    """Returns `values` if it has `count` entries. Raises ServiceError with cause `count` otherwise. where: for its
+    text."""
     if len(values) != count:
         raise ServiceError("count", f"{where} has {len(values)} entries for {count} completions")
     return values

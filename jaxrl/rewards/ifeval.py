@@ -17,7 +17,9 @@ CHECKS: dict[str, Callable[..., bool]] = {}
 
 
 def check(name: str):
-    """Returns a decorator that adds a check under the name that rows have."""
+    """Returns a decorator that registers a check in CHECKS under the func_name that rows of IFEval use.
+
+    A check is f(text, arguments of the row) -> bool."""
 
     def add(fn):
         CHECKS[name] = fn
@@ -27,8 +29,9 @@ def check(name: str):
 
 
 def follows(text: str, constraint: Any) -> bool:
-    """Returns whether a text obeys a constraint: a table, or JSON of one, with func_name and arguments. Raises
-    ValueError where it names no check, or lacks an argument of it."""
+    """Returns whether a text obeys a constraint: a dict, or JSON of one, with func_name and the check's arguments.
+
+    Raises ValueError if it names no check, or lacks an argument of it."""
     table = json.loads(constraint) if isinstance(constraint, str) else dict(constraint)
     name = table.get("func_name")
     if name not in CHECKS:
@@ -48,28 +51,35 @@ def _compared(count: int, wanted: int, quantifier: str, around: int) -> bool:
 
 @check("verify_keywords")
 def keywords(text, keyword_list):
+    """Whether every keyword is in the text, case aside, also as part of another word."""
     return all(str(word).lower() in text.lower() for word in keyword_list)
 
 
 @check("verify_keyword_frequency")
 def keyword_frequency(text, word, N):
-    """As IFEval: whole words, case aside. (ROLL's counts all words of the text, whatever `word` is.)"""
+    """Whether a word occurs exactly N times, as IFEval counts: whole words, case aside.
+
+    (ROLL's counts all words of the text, whatever `word` is.)"""
     return len(re.findall(rf"\b{re.escape(str(word).lower())}\b", text.lower())) == N
 
 
 @check("validate_forbidden_words")
 def forbidden_words(text, forbidden_words):
+    """Whether none of the words is in the text, case aside, also as part of another word."""
     return not any(str(word).lower() in text.lower() for word in forbidden_words)
 
 
 @check("verify_letter_frequency")
 def letter_frequency(text, letter, N):
+    """Whether the one character `letter` occurs exactly N times; case counts."""
     return len(letter) == 1 and text.count(letter) == N
 
 
 @check("validate_response_language")
 def response_language(text, language):
-    """By the package langdetect, whose guess of a short text is drawn; here from one seed."""
+    """Whether langdetect takes the text for `language`, an ISO 639-1 code.
+
+    Its guess of a short text is random; here it is drawn with seed 0. Needs the package langdetect."""
     from langdetect import DetectorFactory, LangDetectException, detect  # pyright: ignore[reportMissingImports]
 
     DetectorFactory.seed = 0
@@ -81,67 +91,80 @@ def response_language(text, language):
 
 @check("verify_paragraph_count")
 def paragraph_count(text, N):
+    """Whether the text has exactly N paragraphs, none empty, divided by "* * *"."""
     parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
     return len(parts) == N and all(part.strip() for part in parts)
 
 
 @check("validate_word_constraint")
 def word_count(text, N, quantifier):
+    """Whether the number of words compares to N as `quantifier` says; "around" allows a tenth of N, at least 1."""
     return _compared(len(text.split()), N, quantifier, max(round(N * 0.1), 1))
 
 
 @check("verify_sentence_constraint")
 def sentence_count(text, N, quantifier):
+    """Whether the number of sentences compares to N as `quantifier` says; "around" allows a difference of 1."""
     sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
     return _compared(len(sentences), N, quantifier, 1)
 
 
 @check("validate_paragraphs")
 def paragraphs(text, N, first_word, i):
+    """Whether the text has exactly N paragraphs, divided by empty lines, and the i-th (from 1) begins with
+    first_word."""
     parts = text.split("\n\n")
     return len(parts) == N and 1 <= i <= N and parts[i - 1].strip().startswith(first_word)
 
 
 @check("verify_postscript")
 def postscript(text, postscript_marker):
+    """Whether something follows postscript_marker."""
     _, found, rest = text.partition(postscript_marker)
     return bool(found and rest.strip())
 
 
 @check("validate_placeholders")
 def placeholders(text, N):
+    """Whether the text has at least N placeholders in square brackets."""
     return len(re.findall(r"\[[^\]\n]*\]", text)) >= N
 
 
 @check("verify_bullet_points")
 def bullet_points(text, N):
+    """Whether exactly N lines begin with * or -."""
     return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
 
 
 @check("validate_title")
 def title(text):
+    """Whether a title stands between << and >> on one line."""
     return re.search(r"<<[^\n]*?>>", text) is not None
 
 
 @check("validate_choice")
 def choice(text, options):
-    """The text stands in an option, as the rows' own check has it; an empty text, which stands in all, does not."""
+    """Whether the text is in one of the options, as the rows' own check has it; an empty text, which is in all, is
+    not."""
     return bool(text.strip()) and any(text in str(option) for option in options)
 
 
 @check("validate_highlighted_sections")
 def highlighted_sections(text, N):
+    """Whether at least N parts of lines stand between asterisks."""
     return len(re.findall(r"\*[^*\n]*\*", text)) >= N
 
 
 @check("validate_sections")
 def sections(text, N, section_splitter):
+    """Whether section_splitter divides the text into exactly N sections, without what is empty before the first one."""
     parts = text.split(section_splitter)
     return len(parts) - (parts[0] == "") == N
 
 
 @check("validate_json_format")
 def json_format(text):
+    """Whether the whole text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -151,40 +174,49 @@ def json_format(text):
 
 @check("validate_repeat_prompt")
 def repeat_prompt(text, original_prompt):
+    """Whether the text begins with original_prompt."""
     return text.startswith(original_prompt)
 
 
 @check("validate_two_responses")
 def two_responses(text):
+    """Whether "******" divides the text into exactly two different responses."""
     parts = [part.strip() for part in text.split("******")]
     return len(parts) == 2 and parts[0] != parts[1]
 
 
 @check("validate_uppercase")
 def uppercase(text):
+    """Whether the text has no small letters."""
     return text == text.upper()
 
 
 @check("validate_lowercase")
 def lowercase(text):
+    """Whether the text has no capital letters."""
     return text == text.lower()
 
 
 @check("validate_frequency_capital_words")
 def capital_words(text, N, quantifier):
+    """Whether the number of words in capital letters compares to N as `quantifier` says ("at least", "at most",
+    "around")."""
     return _compared(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, 0)
 
 
 @check("validate_end")
 def end(text, end_phrase):
+    """Whether the text ends with end_phrase."""
     return text.endswith(end_phrase)
 
 
 @check("validate_quotation")
 def quotation(text):
+    """Whether the text begins and ends with a double quotation mark."""
     return text.startswith('"') and text.endswith('"')
 
 
 @check("validate_no_commas")
 def no_commas(text):
+    """Whether the text has no comma."""
     return "," not in text

@@ -20,21 +20,23 @@ Box = tuple[float, float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """(height, width) of an upright image as it is stored, and as the model sees it."""
+    """The sizes of an upright image, (height, width) in pixels: as it is stored, and as the model sees it."""
 
     stored: tuple[int, int]
     seen: tuple[int, int]
 
 
 class RowImage:
-    """An image of a row. file: the bytes of its file. sizes: Sizes."""
+    """One image of a row, as reward functions get it.
+
+    file: the bytes of its file. sizes: Sizes."""
 
     def __init__(self, file: bytes, sizes: Sizes):
         self.file, self.sizes = file, sizes
 
     @functools.cached_property
     def pillow(self) -> Any:
-        """The upright image in RGB, of Pillow."""
+        """The upright image in RGB, a PIL.Image.Image; decoded at the first access."""
         from jaxrl.data.images.decode import upright
         return upright(self.file)
 
@@ -51,7 +53,7 @@ def sizes_from_json(value: list) -> list[Sizes]:
 
 
 def from_json(files: list[str], sizes: list) -> list[RowImage]:
-    """Returns the images of base64 texts."""
+    """Returns the RowImages of files in base64 and their sizes as [stored, seen]."""
     return [RowImage(base64.b64decode(file), one) for file, one in zip(files, sizes_from_json(sizes), strict=True)]
 
 
@@ -65,7 +67,14 @@ def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
 
 
 def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
-    """Returns x and y by turns in pixels of the stored image. Raises ValueError for another frame or missing sizes."""
+    """Returns coordinates x, y, x, y ... converted to pixels of the stored image.
+
+    Args:
+      values: x and y by turns. sizes: of the image; needed unless the frame is "stored".
+      frame: of the values, one of FRAMES: "stored" (pixels of the stored image), "thousandths" (of width and height),
+        or that of the image the model sees.
+
+    Raises ValueError for another frame or missing sizes."""
     if frame not in FRAMES:
         raise ValueError(f"frame={frame!r}: choose from {', '.join(FRAMES)}")
     if frame == "stored":
@@ -78,9 +87,10 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
 
 
 def reference_box(answer) -> Box:
-    """Returns the box of an answer, [x1, y1, x2, y2] in pixels of the stored image or text with four numbers. Raises
-    ValueError.
-    """
+    """Returns the box (x1, y1, x2, y2) of an answer: four numbers in pixels of the stored image, or text that holds
+    them.
+
+    Raises ValueError if there are not four."""
     found = last_numbers(answer, 4) if isinstance(answer, str) else tuple(map(float, answer))
     if found is None or len(found) != 4:
         raise ValueError(f"answer={answer!r}: expected a box, [x1, y1, x2, y2]")
@@ -88,7 +98,7 @@ def reference_box(answer) -> Box:
 
 
 def ordered(box) -> Box:
-    """Returns a box with x1 <= x2 and y1 <= y2."""
+    """Returns a box of two opposite corners as (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2."""
     a, b, c, d = box
     return min(a, c), min(b, d), max(a, c), max(b, d)
 

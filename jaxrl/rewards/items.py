@@ -80,7 +80,7 @@ CAUSE = re.compile(r"error: ([a-z]\w*): ")
 
 
 def failed_items(results: dict) -> set[int]:
-    """Returns the items of {(item, function): result} that have a failed part."""
+    """Returns the indices of items with a failed part, of results {(item, function): result}."""
     return {i for (i, _), r in results.items() if r["outcome"] not in NON_FAILURES}
 
 
@@ -134,9 +134,14 @@ def _to_json(value):
 
 
 def reward_metrics(total, outcomes, item_metrics) -> dict[str, float]:
-    """Returns shares over (completion, function) pairs, `failed_fraction` and `absent_fraction` over completions, and
-    the means of the functions' metrics.
-    """
+    """Returns metrics of a step's rewards, reward/*.
+
+    failed_fraction and absent_fraction are over completions; the shares of outcomes (none, nan, timeout ...) are over
+    (completion, function) pairs; the functions' own metrics are means over the completions that have them.
+
+    Args:
+      total: [N] float64, NaN = absent. outcomes: {function: outcome} per completion. item_metrics: {function: {name:
+        value}} per completion."""
     flat = [o for per_item in outcomes for o in per_item.values()]
     pairs, n = max(1, len(flat)), max(1, len(outcomes))
     failed = sum(any(o not in NON_FAILURES for o in per_item.values()) for per_item in outcomes)
@@ -202,8 +207,7 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
       buffer: of the overlong penalty, in tokens; None for reward.overlong_buffer.
 
     Raises:
-      RunStopped: a score is beyond LARGEST, through weights or scale; its advantages in fp32 would be 0.
-    """
+      RunStopped: a score after step 5 is beyond MAX_REWARD, whose square fp32 can hold."""
     score = np.array(result.total, np.float64)
     if reward.zero_without_end:
         score = np.where(truncated & ~np.isnan(score), 0.0, score)
@@ -223,9 +227,11 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
 
 
 def trial_items(dataset, tokenizer, prefix: str = "", images=None) -> list[RewardItem]:
-    """Returns the first two rows (of every source) with their reference answers as completions, for
-    trying out reward functions. images: the job's ImageSource, None in a job of text.
-    """
+    """Returns the first two rows (of every source) with their reference answers as completions, to try out reward
+    functions.
+
+    Args:
+      prefix: text before each answer. images: the job's ImageSource; None in a job of text."""
     items = []
     for i in dataset.first_rows:
         example = dataset[i]

@@ -48,7 +48,9 @@ Score: <number>
 
 
 class Judge(Service):
-    """A batched reward. place: also has {cache}, a folder or ""."""
+    """A batched reward: a language model that scores completions by a prompt.
+
+    o: options of a reward.judge. place: as of Service, and {cache}, a folder or ""."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -83,7 +85,9 @@ class Judge(Service):
         return [{"role": "user", "content": [*parts, {"type": "text", "text": whole}]}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
-        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError."""
+        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError.
+
+        client, budget: as of Service.ask. messages: of `messages`."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)
@@ -154,7 +158,8 @@ def data_uri(file: bytes) -> str:
 
 
 def reply_text(reply, where: str) -> str:
-    """Returns the text of a chat completion. Raises ServiceError."""
+    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for another
+    form."""
     choices = get_field(reply, "choices", list, where)
     if not choices:
         raise ServiceError("count", f"{where}: no choice")
@@ -178,12 +183,14 @@ def prompt_text(prompt) -> str:
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
-    """Replaces the placeholders of a prompt in one pass; inserted values are not scanned again."""
+    """Replaces the placeholders {name} of a prompt in one pass; inserted values are not scanned again.
+
+    values: text of every placeholder."""
     return PLACEHOLDER.sub(lambda m: m[0][0] if m[1] is None else values[m[1]], prompt)
 
 
 def unknown_names(prompt: str) -> list[str]:
-    """Returns the names in braces that are not placeholders."""
+    """Returns the names in braces in a judge's prompt that are not placeholders."""
     return [m[1] for m in PLACEHOLDER.finditer(prompt) if m[1] is not None and m[1] not in NAMES]
 
 

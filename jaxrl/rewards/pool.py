@@ -89,7 +89,7 @@ class RewardPool:
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Returns when every worker is ready; raises ConfigError if one cannot start."""
+        """Waits until every worker is ready. Raises ConfigError if one cannot start."""
         self._workers.ready()
 
     def key(self) -> str:
@@ -115,7 +115,7 @@ class RewardPool:
         return out
 
     def batched(self) -> set[str]:
-        """Returns the names of the functions that take several completions at once. Waits as `key` does."""
+        """Returns the names of the functions that score several completions in one call. Waits as `key` does."""
         if self.specs:
             self._workers.ready(1)
         return {name for name, kind in zip(self.names, self._workers.kinds, strict=True) if kind["batched"]}

@@ -25,15 +25,16 @@ def length(completion: str, token_ids, unit: str) -> int:
 
 @register_reward("think_format")
 def think_format_reward(prompt, completion):
-    """Scores whether a completion begins with <think>, has it once, and closes it (TRL 1.9, think_format_reward)."""
+    """Scores 1.0 if a completion begins with <think>, has it once, and closes it, else 0.0 (TRL 1.9,
+    think_format_reward)."""
     head, found, rest = completion.partition("<think>")
     return float(bool(found) and not head and "<think>" not in rest and "</think>" in rest)
 
 
 @register_reward("answer_format")
 def answer_format_reward(prompt, completion):
-    """Scores whether a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
-    own (open-r1's reward `format`)."""
+    """Scores 1.0 if a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
+    own, else 0.0 (open-r1's reward `format`)."""
     head, found, rest = completion.partition("<think>\n")
     _, closed, tail = rest.partition("\n</think>\n<answer>\n")
     ends = re.search(r"\n</answer>(?:\n|\Z)", tail)
@@ -42,15 +43,17 @@ def answer_format_reward(prompt, completion):
 
 @register_reward("tag_count")
 def tag_count_reward(prompt, completion):
-    """Scores a quarter for each of the four tags of `answer_format` that is there once (open-r1's `tag_count`)."""
+    """Scores a quarter for each of the four tags of `answer_format` that is there exactly once (open-r1's
+    `tag_count`)."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(completion.count(tag) == 1 for tag in tags) / 4
 
 
 @register_reward("reasoning_steps")
 def reasoning_steps_reward(prompt, completion):
-    """Scores the marks of steps (`Step 1:`, a number at the very start, bullets, First, Second, Next, Finally), a third
-    each, at most 1 (open-r1's `reasoning_steps`)."""
+    """Scores a third for each mark of a step, at most 1 (open-r1's `reasoning_steps`).
+
+    Marks: `Step 1:`, a number at the very start, bullets, First, Second, Next, Finally."""
     marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
     return min(1.0, len(marks) / 3)
 
@@ -61,7 +64,8 @@ def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="t
 
     lambda = 0.5 - (length - shortest) / (longest - shortest): right completions, and those of rows without a reference
     answer, get lambda, others min(0, lambda); 0 where all are as long.
-    """
+
+    group: prompt of each completion. unit: of the length: characters, words or tokens. answer: reference answers."""
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
     bounds: dict = {}
     for g, size in zip(group, sizes, strict=True):
@@ -83,9 +87,9 @@ def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="
     b + (a - b) (1 + cos(pi length / max_length)) / 2, which is a at length 0 and b at max_length.
 
     Args:
+      unit: of the length: characters, words or tokens.
       wrong: (a, b) of wrong completions; right: (b, a) of right ones, lowest first both.
-      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's.
-    """
+      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's."""
     correct = math_reward(prompt, completion, answer)
     if correct is None:
         return None
@@ -100,10 +104,13 @@ cosine_reward.prepare = length_ranked_reward.prepare = load_math_verify
 
 @register_reward("repetition")
 def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit="words"):
-    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2).
+    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2); 0 without n-grams.
 
-    unit: of lower-case words, or of tokens.
-    """
+    Args:
+      size: n. penalty: negative, the score of a text that repeats itself throughout. unit: "words" (lower-cased) or
+        "tokens".
+
+    Raises ValueError for another unit."""
     if unit not in ("words", "tokens"):
         raise ValueError(f"unit={unit!r}: choose from words, tokens")
     parts = completion.lower().split() if unit == "words" else list(token_ids)
@@ -121,10 +128,9 @@ def soft_overlong_reward(prompt, completion, token_ids, max_length=16384, buffer
 
 @register_reward("ifeval")
 def ifeval_reward(prompt, completion, answer):
-    """Scores whether what follows the last </think> obeys the row's constraint (IFEval, arXiv 2311.07911).
+    """Scores 1.0 if what follows the last </think> obeys the row's constraint, else 0.0 (IFEval, arXiv 2311.07911).
 
-    `answer` is JSON or a table with func_name and its arguments, as in the rows of RLVR-IFeval.
-    """
+    `answer` is JSON or a dict with func_name and its arguments, as in the rows of RLVR-IFeval; None without one."""
     if answer is None:
         return None
     return float(follows(final_part(completion), answer))
@@ -163,11 +169,11 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
     (VLM-R1, arXiv 2504.07615, reward of referring expressions).
 
     Args:
+      image_sizes: Sizes of the row's images.
       answer: [x1, y1, x2, y2] in pixels of the stored image, or text with them.
       frame: what a completion's numbers count: thousandths of the sides (Qwen3-VL), pixels of the image as the model
         sees it (`seen`, Qwen2.5-VL), or pixels of the stored one (`stored`).
-      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU.
-    """
+      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 4)
@@ -181,9 +187,10 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
 
 @register_reward("point_in_box")
 def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0):
-    """Scores whether a point, the last two numbers x, y of a completion, lies in the box `answer` (UI-R1, arXiv
-    2503.21620, reward of a click's coordinates). Arguments as for `iou`.
-    """
+    """Scores 1.0 if a point, the last two numbers x, y of a completion, lies in the box `answer`, else 0.0; None
+    without an answer.
+
+    UI-R1's reward of a click's coordinates (arXiv 2503.21620). Arguments as for `iou`."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 2)

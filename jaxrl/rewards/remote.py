@@ -46,7 +46,7 @@ class Remote(Service):
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))])
 
     async def score_batches(self, items: list[dict]) -> list:
-        """Returns one value per item, sending batches concurrently."""
+        """Returns one value per item, a score or a ServiceError, sending batches concurrently."""
         step = 1 if self.o["format"] == "areal" else self.o["batch"]
         async with self.client() as client:
             batches = (self._batch(client, items[k:k + step]) for k in range(0, len(items), step))
@@ -60,9 +60,10 @@ class Remote(Service):
         return [values] * len(items) if isinstance(values, ServiceError) else values
 
     def score(self, parts: list, where: str) -> float | ServiceError:
-        """Combines the values of all parts, in the order of their weights, into one score; a ServiceError if
-        one is not finite.
-        """
+        """Combines the values of all parts, in the order of their weights, into one score.
+
+        The sum of weight times the part clipped to [part_min, part_max], clipped to [clip_min, clip_max], times
+        scale. Returns a ServiceError if a value is not a finite number. where: for its text."""
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
@@ -85,7 +86,8 @@ def clip(x: float, lowest: float | None, highest: float | None) -> float:
 async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
     """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
     null, ...]}, in order.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated."""
     urls = rotate_urls(self.urls, turn)
     reply = await self.ask(client, budget, urls, {"items": items})
     values = check_count(get_field(reply, "scores", list, urls[0]), len(items), urls[0])
@@ -108,7 +110,9 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
 
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
     for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/api/reward/enqueue")
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
@@ -152,7 +156,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
 
     A SystemError reported by the service is the service's failure, not the code's. Completions are sent one by one,
     so that code that hangs does not cost others their score.
-    """
+
+    client, budget: as of Service.ask. items: one, as JSON. turn: number of the request, from which URLs are rotated.
+    Returns [score]."""
     urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
     text = items[0]["completion"]
     blocks = FENCED.findall(text)
@@ -169,7 +175,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
 async def classify(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; the
     values are logits, since activation is off.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
@@ -179,7 +187,9 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /pooling: request as for classify -> {"data": [{"index", "data"}]}, one number per
     label, or a list of those per token, of which the last counts.
-    """
+
+    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
+    Returns scores in order."""
     urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
@@ -188,9 +198,9 @@ async def pooling(self: Classifier, client, budget: Budget, items, turn):
 
 
 class Classifier(Remote):
-    """A batched reward of a vLLM server with a sequence classifier that has the policy's tokenizer; receives the
-    token ids of prompt and completion.
-    """
+    """A batched reward: a vLLM server with a sequence classifier that has the policy's tokenizer.
+
+    It receives the token ids of prompt and completion. o, place: as of Service."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -228,9 +238,9 @@ class Classifier(Remote):
                                f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
     def labels(self, reply, name: str, count: int, where: str) -> list:
-        """Returns the score of each completion from a reply's rows. Raises ServiceError if indices
-        are missing or repeated.
-        """
+        """Returns the score of each of `count` completions from a reply's rows, which hold index and the field `name`.
+
+        Raises ServiceError if indices are missing or repeated."""
         scores: list = [None] * count
         for row in check_count(get_field(reply, "data", list, where), count, where):
             i = get_field(row, "index", int, where)
@@ -253,5 +263,6 @@ FORMATS = {"own": jaxrl_format, "cosmos": cosmos, "areal": areal, "classify": cl
 
 
 def make(o: dict, place: dict) -> Remote:
-    """Returns the reward of a remote's options and its service's place."""
+    """Returns the Remote, or for the formats classify and pooling the Classifier, of a reward.remote's options and
+    its place."""
     return (Classifier if o["format"] in ("classify", "pooling") else Remote)(o, place)

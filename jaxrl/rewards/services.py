@@ -35,7 +35,7 @@ class ServiceTable(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A judge's server that this run started."""
+    """A judge's server that this run started: its URL and API key."""
 
     url: str
     key: str
@@ -57,7 +57,8 @@ def service_options(reward) -> dict[str, tuple[str, dict]]:
 
 
 def judges_to_serve(config, functions) -> dict[str, dict]:
-    """Returns name -> options of the judges among these functions for which the run starts a server."""
+    """Returns name -> options of the judges among these functions for which the run starts a server: those with a
+    model and without servers."""
     return {name: o for name, (kind, o) in service_options(config.reward).items()
             if name in functions and kind == "judge" and o["model"] and not o["servers"]}
 
@@ -100,7 +101,9 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
 
 
 def judge_prompt(o: dict) -> str:
-    """Returns the text of a judge's prompt. Raises ConfigError if prompt_file cannot be read."""
+    """Returns the prompt of a judge with these options: the text of prompt_file, or the built-in one.
+
+    Raises ConfigError if the file cannot be read."""
     if not o["prompt_file"]:
         return judge.PROMPT
     try:

@@ -36,9 +36,9 @@ def to_spec(function, folder: FunctionFolder, services=()) -> str:
 
 
 def short_names(functions, specs: list[str]) -> list[str]:
-    """Returns names for parts and metrics: the registered or the function's name; the whole spec where
-    two would be equal.
-    """
+    """Returns names of reward functions for parts and metrics: the registered or the function's name.
+
+    The whole spec where two would be equal."""
     short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in functions]
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
@@ -47,8 +47,8 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
     """Checks everything that needs no import and returns name -> weight. Raises ConfigError.
 
     Args:
-      replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there.
-    """
+      specs, names: of the functions, in order. services: names of reward services.
+      replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there."""
     r = config.reward
     for field in ("workers", "timeout_seconds"):
         if r[field] <= 0:

@@ -25,7 +25,7 @@ from jaxrl.workers.streams import CHANNEL_LOST, Replies, begin, private_descript
 
 
 def main() -> None:
-    """Serves tasks until standard input ends, which it does when the parent exits in any way."""
+    """Serves reward tasks from standard input until it ends, which it does when the parent exits in any way."""
     begin("reward")
     to_read, to_write = private_descriptors()
     lines, out = os.fdopen(to_read, "r", encoding="utf-8"), Replies(to_write)
@@ -69,7 +69,9 @@ def _backstop(seconds: float) -> None:
 
 
 def serve_each(calls, task, setup, out) -> None:
-    """Runs the jobs one after the other and sends one reply per job."""
+    """Runs the jobs of a task one after the other and sends one reply per job.
+
+    calls: Calls by function. task: {jobs, items}. setup: the worker's first message. out: Replies."""
     for k, (i, f) in enumerate(task["jobs"]):
         try:
             result = outcome(calls[f].call_one(task["items"][i], setup["shared"]))
@@ -79,7 +81,10 @@ def serve_each(calls, task, setup, out) -> None:
 
 
 def serve_async(calls, task, setup, out) -> None:
-    """Runs all jobs at once; a job that takes longer than the limit is cancelled."""
+    """Runs all jobs of a task at once and sends one reply per job; a job that takes longer than setup["limit"] seconds
+    is cancelled.
+
+    Arguments as of `serve_each`."""
     import asyncio
 
     async def one(k, i, f):
@@ -103,7 +108,7 @@ def serve_async(calls, task, setup, out) -> None:
 
 
 def serve_batch(calls, task, setup, out) -> None:
-    """Runs a batched function on all items and sends one reply."""
+    """Runs a batched function on all items of a task and sends one reply. Arguments as of `serve_each`."""
     call = calls[task["jobs"][0][1]]
     items = task["items"]
     try:

@@ -46,9 +46,9 @@ class Round:
 
     Attributes:
       texts: the items as JSON.
-      results: (item, function) -> result.
-      failed: items with a failed part.
-    """
+      results: (item, function) -> result. wanted: how many complete the round.
+      most_failed: the round ends early if more items than this have a failed part.
+      failed: items with a failed part."""
 
     texts: list[str]
     results: dict[tuple[int, int], dict]
@@ -107,7 +107,7 @@ class Workers:
     # -- the caller's side: one call at a time ---------------------------------------------------------------------
 
     def ready(self, count: int | None = None) -> None:
-        """Returns when `count` (None: all) workers are ready. Raises what keeps a worker from starting."""
+        """Waits until `count` (None: all) workers are ready. Raises the error that keeps a worker from starting."""
         with self._state:
             while self._ready < (len(self._threads) if count is None else count) and not (self._fatal or self._closing):
                 self._state.wait(0.5)

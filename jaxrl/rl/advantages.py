@@ -267,8 +267,9 @@ def without_signal(traj, tokens) -> np.ndarray:
 def spread_over_tokens(name: str, values, traj) -> np.ndarray:
     """Spreads the [N] or [T] numbers of a user's function over tokens, as [T] float64.
 
-    Raises ConfigError for another shape, and for numbers at loss tokens that are not finite.
-    """
+    name: of the function, for messages. values: its result.
+
+    Raises ConfigError for another shape, and for numbers at loss tokens that are not finite."""
     values = np.asarray(values, np.float64)
     if values.shape == (traj.num_trajectories,):
         values = traj.spread(values)

@@ -48,8 +48,8 @@ def check_failures(env, step: int, outcomes, requested: int) -> None:
 
     Args:
       step: the step's number, for the message.
-      outcomes: protocol.Outcome of each of `asked` episodes, None for a completion that is no episode.
-    """
+      outcomes: protocol.Outcome of episodes, None for a completion that is no episode.
+      requested: number of episodes requested, of which the fraction is taken."""
     failed = [o for o in outcomes if o is not None and o.cause]
     if len(failed) <= env.max_failed_fraction * requested:
         return
@@ -67,8 +67,8 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> d
 
     Args:
       traj: Trajectories of the episodes. outcomes: protocol.Outcome of each.
-      failed: cause -> number of episodes that are absent because of it. asked: episodes requested.
-    """
+      failed: cause -> number of episodes that are absent because of it. requested: episodes requested, over which
+        absences are shares."""
     turns = np.maximum.reduceat(traj.columns["turn"], traj.spans[:-1]) + 1 if "turn" in traj.columns else np.ones(1)
     sequences = np.bincount(traj.trajectory)
     prompts = traj.prompt_lengths[traj.first].sum()

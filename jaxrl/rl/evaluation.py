@@ -73,12 +73,13 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
     accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally.
 
+    receive: see Evaluation.
+
     Returns:
       (metrics "eval/<set>/<name>", records per set), the same on every process; both empty if a stop was requested.
 
     Raises:
-      RunStopped: too many episodes failed because of their environment, or too many rewards failed.
-    """
+      RunStopped: too many episodes failed because of their environment, or too many rewards failed."""
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
     sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids,

@@ -33,7 +33,8 @@ def may_precompile(platform: str, processes: int) -> bool:
 
     A GPU's compiler runs kernels to choose among them. XLA lets no other program run at the same time, but the
     processes of a job share the results: each waits, up to a day, for a result that another may never compute.
-    """
+
+    platform: "cpu", "gpu" or "tpu". processes: of the job."""
     return processes == 1 or platform in ("cpu", "tpu")
 
 

@@ -58,7 +58,8 @@ def attach_adapter(config, model):
 
 
 def policy_tree(model, shares_trunk: bool):
-    """Returns the parameter table of the policy: the model, with a value head if the critic shares its trunk."""
+    """Returns the parameter table of the policy: its Model, or a ValueModel around it if the critic shares its
+    trunk."""
     return ValueModel(model, keep_head=True) if shares_trunk else model
 
 

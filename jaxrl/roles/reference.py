@@ -85,9 +85,11 @@ class Reference(Role):
         return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
 
     def arrays(self):
+        """Returns its arrays for a checkpoint; {} if it never changes."""
         return self.state if self.moves else {}
 
     def host(self) -> dict | None:
+        """Returns its host values for a checkpoint, {"epochs": of the last reset}; None if it never changes."""
         return {"epochs": self.epochs} if self.moves else None
 
     def after_step(self, policy, step: int, epoch: float) -> dict[str, float]:
@@ -133,9 +135,11 @@ class BaseReference(Reference):
                                      chunk=job.config.train.logprob_chunk, put=self.put)
 
     def abstract(self):
+        """Returns shapes, dtypes and shardings of its checkpointed arrays; {} for the base alone."""
         return {} if self.alone else _of_model(self.policy.abstract()["trainable"])
 
     def start(self, arrays, host: dict | None) -> None:
+        """Starts from a checkpoint's arrays and host values, or as a copy of the policy (None)."""
         if self.alone:
             return
         if host is None:
@@ -144,21 +148,25 @@ class BaseReference(Reference):
             self.state, self.epochs = arrays, host["epochs"]
 
     def take(self, policy) -> None:
+        """Copies what the policy trains, in its dtype."""
         def copy(x):
             return parameters.move_to_host(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)
 
         self.state = jax.tree.map(copy, _of_model(policy.state.trainable))
 
     def params(self):
+        """Returns the parameters (nested tree): the policy's frozen base, with the copied adapters if there are any."""
         frozen = self.policy.state.frozen
         if self.alone:
             return adapters.without(policy_params({}, frozen))
         return policy_params(self.state, frozen)
 
     def arrays(self):
+        """Returns its arrays for a checkpoint; {} for the base alone."""
         return {} if self.alone else self.state
 
     def host(self) -> dict | None:
+        """Returns its host values for a checkpoint; None for the base alone."""
         return None if self.alone else {"epochs": self.epochs}
 
 

@@ -53,6 +53,7 @@ class SharedBaseReference(Reference):
         """Does nothing: the policy moves the parameters."""
 
     def params(self):
+        """Returns the policy's parameters without adapters (nested tree)."""
         return adapters.without(self.policy.params())
 
 

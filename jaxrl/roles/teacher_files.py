@@ -140,4 +140,5 @@ class TeacherFiles:
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
     def close(self) -> None:
+        """Closes all files."""
         self._open.close()

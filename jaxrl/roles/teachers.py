@@ -210,6 +210,7 @@ class ServerTeacher:
         return {"teacher_ids": np.where(ids < self.vocab, ids, -1).astype(np.int32), "teacher_logprobs": logprobs}
 
     def close(self) -> None:
+        """Closes the clients of the servers."""
         self._scorer.close()
 
 
@@ -221,10 +222,14 @@ class FileTeacher:
         self._files, self.vocab = TeacherFiles(c.teacher.files, vocabulary(job.tokenizer), c.distill), 0
 
     def head(self) -> dict:
+        """Returns {}: saved outputs need no head."""
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
+        """Returns the token columns of the loss, teacher_ids and teacher_logprobs, from the files. Raises as
+        TeacherFiles.columns does."""
         return self._files.columns(traj)
 
     def close(self) -> None:
+        """Closes the files."""
         self._files.close()

@@ -61,15 +61,14 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 
 
 def make_engine(*fields):
-    """Builds the embedded sampler of an EngineContext, or of its first five fields.
+    """Returns the embedded sampler of an EngineContext, or of a context's fields in order.
 
-    On a mesh over several processes each process has its own engine over its devices; publish is collective,
-    everything else is local.
+    On a mesh over several processes each process has its own engine over its devices; publish is collective, everything
+    else is local.
 
     Raises:
       ConfigError: shapes that cannot hold the config's lengths, tensor parallelism across processes, or images for a
-        model without a tower.
-    """
+        model without a tower."""
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
     if context.patches and model.config.vision is None:
@@ -86,8 +85,7 @@ def make_engine(*fields):
 
 class EmbeddedEngine(Engine):
     """The embedded sampler; see protocol.Engine. The work is done inside `poll`, at least one chunk per call while
-    there is any.
-    """
+    there is any."""
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
@@ -120,9 +118,11 @@ class EmbeddedEngine(Engine):
 
     @property
     def info(self) -> EngineInfo:
+        """The registry's EngineInfo of rollout.engine=jax."""
         return ENGINES["jax"].info
 
     def submit(self, requests: list[Request]) -> None:
+        """Queues requests. Raises ValueError naming one that does not fit."""
         self._check_open()
         if new := {r.sampling for r in requests} - self._served:
             self._serve(new)
@@ -135,6 +135,7 @@ class EmbeddedEngine(Engine):
         self._counts["requests"] += len(samples)
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Works until a request has finished or the seconds are over; returns the results."""
         self._check_open()
         end = time.monotonic() + deadline_s
         while (self._waiting and not self._held) or self._running:
@@ -149,6 +150,7 @@ class EmbeddedEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
+        """Ends requests at once (None = all); as Engine.abort."""
         self._check_open()
         gone = self._ids if ids is None else self._ids.intersection(ids)
         for sample in [s for s in (*self._running.values(), *self._waiting) if s.request.id in gone]:
@@ -158,15 +160,19 @@ class EmbeddedEngine(Engine):
         self.forget(list(self._parked) if ids is None else ids)
 
     def forget(self, ids: list[str]) -> None:
+        """Frees the conversations kept for these request ids."""
         self._check_open()
         for name in ids:
             self._parked.pop(name, None)
 
     def hold(self, on: bool) -> None:
+        """Prevents new completions from starting while `on`."""
         self._check_open()
         self._held = on
 
     def publish(self, params, version: int) -> None:
+        """Copies the weights to the sampling dtype and layout; as Engine.publish. Collective on a mesh over
+        processes."""
         self._check_open()
         self._params = None  # the old copy goes before the new one comes
         if self._cache is None:
@@ -191,6 +197,7 @@ class EmbeddedEngine(Engine):
         self._parked.clear()
 
     def health(self) -> Health:
+        """Returns the state of the engine, also when closed."""
         return Health(not self._closed and self._params is not None, self._closed, self._version, len(self._waiting),
                       len(self._running), len(self._programs.compiled), parked=len(self._parked))
 
@@ -201,11 +208,11 @@ class EmbeddedEngine(Engine):
         two `_queued` counters cover the chunks during which requests waited for a slot. parked: how often a slot was
         parked; parked_past: how often one was not, because a recurrence had gone past the stop string; evicted: how
         often a parked slot was given to a waiting request. extended: prompts that continued in a parked slot, and
-        their tokens that were run there.
-        """
+        their tokens that were run there."""
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
     def close(self) -> None:
+        """Frees weights and caches; safe to call twice."""
         if not self._closed:
             self._programs.compiler.stop()
             for array in jax.tree.leaves((self._params, self._cache, self._stash, self._no_history)):
@@ -343,8 +350,7 @@ class EmbeddedEngine(Engine):
 
     def _extend_images(self, work: list[tuple[Sample, Pictures, int]]):
         """Prefills the new tokens of each (sample, images of its prompt, first new position), of which some are an
-        image's: encodes the images of a call's samples once, then runs their tokens in as many calls as they need.
-        """
+        image's: encodes the images of a call's samples once, then runs their tokens in as many calls as they need."""
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         while work:
             chosen, left = rows_of_slots([sample.slot for sample, *_ in work], rows, shards, slots)
@@ -366,8 +372,7 @@ class EmbeddedEngine(Engine):
         """Splits work into (arguments of one extend call, remaining work).
 
         Takes entries in order, at most rows / shards of each data shard. The arguments are
-        (tokens, positions, slots, adapters, shifts).
-        """
+        (tokens, positions, slots, adapters, shifts)."""
         (rows, width), (shards, slots) = self.shapes.extend, (self._programs.data_shards, self.shapes.slots)
         free, left = [range(i, i + rows // shards) for i in range(0, rows, rows // shards)], []
         tokens, which = np.zeros((rows, width), np.int32), np.full(rows, slots, np.int32)
@@ -484,8 +489,7 @@ class EmbeddedEngine(Engine):
         program was compiled, others of its kind may be needed soon.
 
         Covers each kind (prefill, decode) of which at least `least` programs are compiled, and extend if requests are
-        kept. If every program is compiled, allocates nothing.
-        """
+        kept. If every program is compiled, allocates nothing."""
         shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))
@@ -510,16 +514,13 @@ class EmbeddedEngine(Engine):
         """Returns which rows share a prompt (same tokens, same weights), whose keys and values are then read once.
 
         The last prompt token is excluded: every slot writes it itself. Continued conversations share nothing, because
-        `extend` computed their keys.
-        """
+        `extend` computed their keys."""
         samples = [self._running.get(slot) for slot in rows.tolist()]
         return self._programs.shared([s and (s.key, s.weights, s.slot if s.continued else -1) for s in samples],
                                      [len(s.request.prompt) - 1 if s else 0 for s in samples])
 
     def _history(self, rows):
-        """Returns int32 [S, C] tokens by position for slots with penalties; a constant on the device if
-        no slot has one.
-        """
+        """Returns int32 [S, C], tokens by position of slots with penalties; one device array if no slot has one."""
         sharding = self._programs.by_slot
         shape = (len(rows), self.shapes.cache_lengths[-1])
         if not any(s.request.sampling.penalised for s in self._running.values()):

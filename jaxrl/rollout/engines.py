@@ -53,7 +53,7 @@ class EngineContext:
 
     @property
     def dtype(self) -> str:
-        """Returns the numpy name of the sampling weights' dtype."""
+        """Numpy name of the sampling weights' dtype: rollout.dtype, or the model's compute dtype."""
         return DTYPES.get(self.config.rollout.dtype) or np.dtype(self.model.compute_dtype).name
 
     @classmethod
@@ -127,9 +127,9 @@ def engine_row(config, here: bool = True) -> EngineRow:
 
 
 def check_served(config, hf_config: dict, family) -> None:
-    """Raises ConfigError if servers would compute another model than the trainer's: vLLM ignores some fields of some
-    families (see models.FAMILIES).
-    """
+    """Raises ConfigError if vLLM servers would compute another model than the trainer's.
+
+    vLLM ignores some fields of some families. family: the row of models.FAMILIES. Other engines are not checked."""
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
     if family.recurrent and config.algorithm.routes == "sampled" and not (
@@ -224,7 +224,9 @@ def _accepts(function, arguments) -> bool:
 
 
 def find_factory(path: str):
-    """Returns the function of an import path, package.module:function or ./file.py:function. Raises ConfigError."""
+    """Returns the engine factory of an import path, package.module:function or ./file.py:function.
+
+    Raises ConfigError if it cannot be imported."""
     try:
         return imported(path)
     except (ImportError, AttributeError, OSError, ValueError) as e:

@@ -55,7 +55,7 @@ SIDE_CALL = 1 << 20            # number of an episode's first untrained turn, fo
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """An unfinished episode."""
+    """An unfinished episode: its request, its turns so far, and the sequence that it stands at."""
 
     request: Request
     record: deque = dataclasses.field(default_factory=deque)  # (Turn, its part of a Result) to replay
@@ -116,9 +116,11 @@ class EpisodeEngine(Engine):
 
     @property
     def info(self):
+        """The engine's EngineInfo, with `holds`."""
         return dataclasses.replace(self.engine.info, holds=True)
 
     def submit(self, requests: list[Request]) -> None:
+        """Queues episodes. Raises ValueError for a prompt that leaves no room for a completion."""
         ids = check_ids(requests, self._ids)
         for request in requests:
             if len(request.prompt) >= self.longest:
@@ -128,6 +130,7 @@ class EpisodeEngine(Engine):
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Runs episodes until one has finished or the deadline has passed; returns the results."""
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
@@ -149,6 +152,7 @@ class EpisodeEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
+        """Ends episodes (None = all), with their turns so far; as Engine.abort."""
         gone = self._ids if ids is None else self._ids.intersection(ids)
         begun = [e for e in self._begun.values() if e.request.id in gone]
         self.pool.cancel([e.request.id for e in begun])
@@ -169,11 +173,13 @@ class EpisodeEngine(Engine):
             self._take(self.engine.poll(0.0))  # so that their ids are free
 
     def hold(self, on: bool) -> None:
+        """Prevents new episodes from starting while on; with env.publish=turn also new turns."""
         self._held = on
         if self.env.publish == "turn":
             self.engine.hold(on)
 
     def publish(self, params: Any, version: int) -> None:
+        """Gives the engine of turns new weights; running episodes go on under them."""
         self.engine.publish(params, version)
         self._version = int(version)
 
@@ -189,21 +195,26 @@ class EpisodeEngine(Engine):
         return dataclasses.replace(inner, waiting=len(self._waiting) - again, running=running)
 
     def close(self) -> None:
+        """Closes the pool of environments and the engine of turns."""
         self.pool.close()
         self.engine.close()
 
     def sleep(self) -> None:
+        """Frees the devices of the engine of turns until the next publish."""
         self.engine.sleep()
 
     def weights_moved(self, params: Any) -> None:
+        """Passes the new place of the weights to the engine of turns."""
         self.engine.weights_moved(params)
 
     def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the engine of turns."""
         return self.engine.metrics()
 
     # ---- a checkpoint -------------------------------------------------------------------------------------------
 
     def unfinished_results(self) -> list[Result]:
+        """Returns the finished turns of unfinished episodes; none with env.resume=restart."""
         if self.env.resume == "restart":
             return []
         out = []
@@ -215,6 +226,7 @@ class EpisodeEngine(Engine):
         return out
 
     def restore_unfinished(self, results: list[Result]) -> None:
+        """Keeps recorded turns, which are replayed when requests with their ids are submitted."""
         self._recorded |= {r.id: r for r in results}
 
     # ---- an episode begins --------------------------------------------------------------------------------------
@@ -529,7 +541,7 @@ class EpisodeEngine(Engine):
 
 
 def as_messages(prompt) -> list[dict]:
-    """Returns a row's prompt as chat messages."""
+    """Returns a row's prompt as chat messages; text becomes one message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 

@@ -33,7 +33,7 @@ from jaxrl.telemetry import compilations
 
 
 class Progress(NamedTuple):
-    """State of each slot. The host owns it between chunks."""
+    """State of each of S slots in decoding. The host owns it between chunks."""
 
     token: Any     # [S] int32, newest token of prompt and completion; its key and value are written next
     position: Any  # [S] int32, its position
@@ -44,7 +44,9 @@ class Progress(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one decode call sampled; -1 / 0 for inactive slots."""
+    """What one decode call sampled in S slots over T steps.
+
+    Where a slot was inactive its tokens are -1, its log-probs 0, and support and routes mean nothing."""
 
     tokens: Any    # [T, S] int32
     logprobs: Any  # [T, S] float32
@@ -62,6 +64,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
     Args:
+      progress: state of the slots before the call. leave_at: int scalar, see above.
       support: token ids of the support to return per token (K); 0 = none.
       cache: of Model.init_cache with S slots; donated by the caller.
       controls: sampling options, one entry per slot.
@@ -71,8 +74,7 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
       work: PLAIN, BANS or ALL of `shapes`; see sampling.sample.
 
     Returns:
-      (cache, Chunk).
-    """
+      (cache, Chunk)."""
     slots, room = history_SxL.shape
     slot_S = jnp.arange(slots)
     cache_length = recurrent.cache_length(cache)
@@ -110,7 +112,10 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
 
 def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, params, cache, progress, controls,
                 history_SxL, leave_at, rows_S, shared=None, whose_S=None):
-    """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions."""
+    """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions.
+
+    shapes: of the engine. length: cache positions. whole: whether rows_S are all slots. constrain: tree -> tree with
+    the engine's shardings. The rest as of `decode_chunk`. Returns (cache, Chunk)."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = recurrent.cache_length(cache)
     if length < full_length:
@@ -164,7 +169,7 @@ class Programs:
 
     @functools.cached_property
     def of_cache(self):
-        """The sharding of each array of the cache, of a part of it, and of the stash."""
+        """Shardings of the arrays of the cache, of a part of it, and of the stash: a tree."""
         return cache_shardings(self.model, self.mesh, jax.eval_shape(lambda: self.model.init_cache(1, 1, self.dtype)))
 
     def new_caches(self):
@@ -179,11 +184,13 @@ class Programs:
         return self.run(("caches",), make, (), out_shardings=(self.of_cache, self.of_cache))
 
     def put(self, tree, sharding):
-        """Places the arrays of a tree under one sharding."""
+        """Places all arrays of a tree under one sharding; returns the tree."""
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
-        """Calls the program `key`; the first call compiles it from these arguments, for `mesh` or the engine's mesh."""
+        """Calls the program `key` and returns its results; the first call compiles it from these arguments.
+
+        donate: numbers of donated arguments. mesh: to compile for; None = the engine's."""
         if key not in self.compiled:
             self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
@@ -193,7 +200,7 @@ class Programs:
             return jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
 
     def missing(self, key: tuple) -> bool:
-        """Returns whether a program is neither compiled nor being prepared."""
+        """Returns whether the program `key` is neither compiled nor being compiled in the background."""
         return key not in self.compiled and key not in self.compiler.coming
 
     def prepare(self, calls) -> None:
@@ -251,7 +258,7 @@ class Programs:
         return (kind, tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
-        """Copies prompts from stash rows into slots. Returns the cache (donated)."""
+        """Copies the prompts in stash rows [K] into slots [K]. Returns the cache, which is donated."""
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.of_cache)
@@ -279,7 +286,8 @@ class Programs:
         return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
 
     def encode(self, params, images, room: int):
-        """Returns (features, those of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images."""
+        """Returns (features, features of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images
+        of K rows."""
         def encode(params, images):
             seen = tower.see(self.model, params, images)
             return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0))),

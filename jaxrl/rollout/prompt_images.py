@@ -13,9 +13,10 @@ from jaxrl.types import Images, Pictures
 
 
 def identity(pictures: Pictures | None, length: int | None = None) -> tuple:
-    """Returns what differs between prompts of the same tokens and other images, or images of another source. length: of
-    the images among the first tokens alone; None = of all.
-    """
+    """Returns a hashable value that differs between prompts of equal tokens and other images, or images of another
+    source.
+
+    length: count only the images among the first `length` tokens; None = all. () without images."""
     own = slice(None) if pictures is None or length is None else pictures.firsts < length
     if pictures is None or not len(pictures.firsts[own]):
         return ()
@@ -23,9 +24,12 @@ def identity(pictures: Pictures | None, length: int | None = None) -> tuple:
 
 
 def rows_of_slots(of: Sequence[int], rows: int, shards: int, slots: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns ((index, its row) of the slots `of` that one call takes, indices of the others): each data shard has an
-    equal part of the call's rows and of all slots.
-    """
+    """Assigns slots to the rows of one call: returns ([(index into `of`, row)], indices left for further calls).
+
+    Each data shard has an equal part of the call's rows and of all slots.
+
+    Args:
+      of: slots. rows: of the call. shards: data shards. slots: in all."""
     free = [list(range(i, i + rows // shards)) for i in range(0, rows, rows // shards)]
     taken, left = [], []
     for i, slot in enumerate(of):

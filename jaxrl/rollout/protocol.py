@@ -107,7 +107,8 @@ class Key(NamedTuple):
     def seed(self, root: int) -> int:
         """Returns the request's seed (uint32): a hash of its place in the run, the same on every
         host and every retry.
-        """
+
+        root: run.seed."""
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
         return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
 
@@ -135,12 +136,12 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
     """Returns the prompt as int32. Raises ValueError naming the request and the remedy.
 
     Args:
+      vocab: size of the vocabulary.
       longest: most prompt tokens.
       total: most tokens of prompt and completion together.
       has_text: whether stop strings can be searched.
       adapters: number of adapters the engine serves.
-      patches: most patches of a prompt's images; 0: the engine serves text only.
-    """
+      patches: most patches of a prompt's images; 0: the engine serves text only."""
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
     if prompt.ndim != 1 or not len(prompt):
@@ -258,7 +259,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """Abilities of an engine. Callers read these, never its class or methods."""
+    """The abilities of an engine. Callers read these, never its class or methods."""
 
     concurrent: bool = False  # works without being polled
     holds: bool = False       # `hold` prevents new completions from starting
@@ -272,7 +273,7 @@ class EngineInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """State of an engine."""
+    """The state of an engine. ok: whether it can sample now."""
 
     ok: bool
     closed: bool = False
@@ -291,7 +292,7 @@ class Engine(abc.ABC):
 
     @property
     def info(self) -> EngineInfo:
-        """Returns what callers may rely on."""
+        """The engine's abilities, on which callers may rely."""
         return EngineInfo()
 
     @abc.abstractmethod
@@ -300,7 +301,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def poll(self, deadline_s: float) -> list[Result]:
-        """Returns results finished since the last poll; waits until one has finished or the deadline has passed."""
+        """Returns results finished since the last poll; waits until one has finished or `deadline_s` seconds have
+        passed.
+
+        Raises RuntimeError if there are requests and no weights, EngineLost if the engine can no longer sample."""
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
@@ -314,7 +318,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Returns the engine's state, at any time, also when closed."""
+        """Returns the engine's state; may be called at any time, also when closed."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -326,7 +330,7 @@ class Engine(abc.ABC):
         """
 
     def forget(self, ids: list[str]) -> None:  # noqa: B027
-        """Declares that no request will continue these."""
+        """Declares that no request will continue the requests with these ids."""
 
     def unfinished_results(self) -> list[Result]:
         """Returns the finished turns of unfinished requests for a checkpoint (see
@@ -348,7 +352,7 @@ class Engine(abc.ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Returns further metrics of a step by name."""
+        """Returns the engine's own metrics, name -> value, which are logged with a step's."""
         return {}
 
 

@@ -38,14 +38,16 @@ from jaxrl.rollout.protocol import UNFINISHED, EngineLost, Request, Result
 
 
 def last_step(step: int, max_staleness: int, sync_every: int) -> int:
-    """Returns the last step whose groups may be requested while `step` is the next to train."""
+    """Returns the last step whose groups may be requested while `step` is the next to train. Steps count from 0.
+
+    (step // sync_every + max_staleness + 1) * sync_every - 1."""
     return (step // sync_every + max_staleness + 1) * sync_every - 1
 
 
 def staleness(step: int, versions, sync_every: int):
-    """Returns the weight syncs between the versions that drew tokens (int or array) and the step that uses them; 0 =
-    up to date.
-    """
+    """Returns the weight syncs between the versions that drew tokens and the step that uses them; 0 = up to date.
+
+    versions: int or int array, of the result's shape: completed steps of the weights."""
     return step // sync_every - versions // sync_every
 
 
@@ -64,7 +66,7 @@ class PromptGroup:
 
     @property
     def done(self) -> bool:
-        """Whether all its results have arrived."""
+        """Whether all its results have arrived; true for a group of another process."""
         return not self.mine or len(self.results) == len(self.requests)
 
 
@@ -195,14 +197,17 @@ class RolloutQueue:
             self._waiting, self._unfinished = lost + self._waiting, {}
 
     def release(self, cursor: int) -> None:
-        """Drops the groups before `cursor`, which were trained on."""
+        """Drops the groups at positions before `cursor`, which were trained on."""
         for position in [p for p in self.groups if p < cursor]:
             del self.groups[position]
             self.counts["used_groups"] += 1
 
     def publish(self, params, version: int, timeout: float = float("inf"),
                 stop: Callable[[], bool] = lambda: False) -> None:
-        """Gives the engine new weights. Without `partial` it first waits, as `wait` does, for started completions."""
+        """Gives the engine the weights after `version` completed steps.
+
+        Without `partial` it first waits, as `wait` does, for completions that have started: at most `timeout`
+        seconds, and until stop() is true."""
         if self._unfinished and not self.partial:
             self.engine.hold(True)
             try:
@@ -215,7 +220,9 @@ class RolloutQueue:
     # ---- a checkpoint
 
     def state(self) -> tuple[dict, list[Result]]:
-        """Returns (JSON-able dict, results): what `restore` needs of this process's unused groups."""
+        """Returns (JSON-able dict, results): what `restore` needs of this process's unused groups.
+
+        Results include finished turns of unfinished episodes."""
         groups = self.groups.values()
         rows = [[g.position, g.planned, g.admitted] for g in groups]
         results = [r for g in groups for r in g.results.values()]

@@ -41,6 +41,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     """Draws one token per slot.
 
     Args:
+      controls: sampling options, one entry per slot.
       logits_SxV: float32 logits of the policy, soft-cap applied.
       produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
       position_S: position of the newest token of prompt and completion.
@@ -53,8 +54,7 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
       logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
       kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
         nothing is cut off, and for greedy slots.
-      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused.
-    """
+      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused."""
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
     peak_S = jnp.max(scaled_SxV, axis=-1)
@@ -99,8 +99,11 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
 
 
 def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
-    """Returns (token [S], kept, `top_tokens`): drawn by lanes of these masses, the first largest one in greedy slots.
-    """
+    """Returns (token [S] int32, kept_S, ids [S, support] of `top_tokens`).
+
+    Tokens are drawn by `draw` from lanes with these masses; a greedy slot takes the first largest entry of q.
+
+    words_Sx2: of `random_words`. mass_SxN: of `lane_mass`. greedy_S: [S] bool. q_SxV: logits."""
     drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
@@ -110,7 +113,8 @@ def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
 def top_tokens(q_SxV, token_S, count: int):
     """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place
     if ties exclude it.
-    """
+
+    q_SxV: logits. token_S: the drawn tokens. count: K, 0 = none."""
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)
@@ -123,9 +127,12 @@ def top_tokens(q_SxV, token_S, count: int):
 
 
 def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
-    """Applies the repetition penalty (tokens of prompt and completion), then the frequency penalty (tokens of the
-    completion, by count).
-    """
+    """Returns logits [S, V] after the repetition penalty (tokens of prompt and completion) and the frequency penalty
+    (tokens of the completion, by count).
+
+    history_SxL: tokens by position, read up to position_S; the last produced_S of them are the completion.
+
+    controls: repetition and frequency are read."""
     slots, vocab = logits_SxV.shape
     column_L = jnp.arange(history_SxL.shape[1])[None, :]
     seen_SxL = column_L <= position_S[:, None]
@@ -141,8 +148,10 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
 
 
 def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
-    """Sets the logits of end tokens to -inf in the slots that may not end yet, elementwise: XLA fuses
-    it into its readers."""
+    """Returns q [S, V] with -inf at end tokens in the slots that may not end yet, elementwise: XLA fuses it into its
+    readers.
+
+    barred_S: [S] bool. end_ids_SxE: [S, E] int32, -1 = unused."""
     column_SxV = lax.broadcasted_iota(jnp.int32, q_SxV.shape, 1)
     ends_SxV = functools.reduce(jnp.logical_or, [column_SxV == end_S[:, None] for end_S in end_ids_SxE.T], False)
     return jnp.where(barred_S[:, None] & ends_SxV, NEG_INF, q_SxV)
@@ -153,7 +162,8 @@ def support_floor(q_SxV, controls: Controls):
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
     among the ordered bits of a float32 (`largest_true`): exact, no sort.
-    """
+
+    q_SxV: scaled logits. controls: min_p, top_k and top_p are read. Returns [S] float32."""
     peak_S = jnp.max(q_SxV, axis=-1)
     floor_S = jnp.where(controls.min_p > 0, peak_S + jnp.log(controls.min_p), NEG_INF)
     limits_k = controls.top_k > 0
@@ -181,7 +191,7 @@ def ordered_bits(x):
 
 
 def from_ordered_bits(key):
-    """Inverts `ordered_bits`."""
+    """Returns the float32 values of int32 values of `ordered_bits`, its inverse."""
     return lax.bitcast_convert_type(key ^ ((key >> 31) & INT_MAX), jnp.float32)
 
 
@@ -208,9 +218,9 @@ def largest_true(key_SxV, weight_SxV, enough, peak_S):
 
 
 def sums_above(key_SxV, weight_SxV, thresholds):
-    """Returns for each threshold [S] the sum [S] of the weights whose keys are at or above it; the
-    keys are read once.
-    """
+    """Returns for each of the thresholds [S] the sum [S] of the weights [S, V] whose keys are at or above it.
+
+    The keys are read once."""
     zero = jnp.zeros((), jnp.result_type(weight_SxV))
     parts = tuple(jnp.where(key_SxV >= t_S[:, None], weight_SxV, zero) for t_S in thresholds)
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
@@ -218,7 +228,8 @@ def sums_above(key_SxV, weight_SxV, thresholds):
 
 
 def first_argmax(q_SxV):
-    """Returns the index of the first largest entry (a plain min-reduction, which vectorises where argmax does not)."""
+    """Returns the index [S] int32 of each row's first largest entry (a plain min-reduction, which vectorises where
+    argmax does not)."""
     column_V = lax.iota(jnp.int32, q_SxV.shape[-1])
     at_peak_SxV = q_SxV == jnp.max(q_SxV, axis=-1, keepdims=True)
     return jnp.min(jnp.where(at_peak_SxV, column_V, q_SxV.shape[-1] - 1), axis=-1)
@@ -248,14 +259,14 @@ def fold_lanes(q_SxV):
 
 
 def lane_mass(q_SxV, peak_S):
-    """Returns the sum of exp(q - peak) over each lane, [S, N]."""
+    """Returns the sum of exp(q - peak) over each lane of `fold_lanes`, [S, N]."""
     return jnp.sum(jnp.exp(fold_lanes(q_SxV) - peak_S[:, None, None]), axis=1)
 
 
 def random_words(seed_S, index_S):
-    """Returns the two words of fold_in(key(seed), index), for any default PRNG of jax. No other number
-    comes from that key.
-    """
+    """Returns two uint32 words [S, 2] of fold_in(key(seed), index), for any default PRNG of jax.
+
+    No other number comes from that key."""
     def words(seed, index):
         return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index))
 
@@ -263,10 +274,13 @@ def random_words(seed_S, index_S):
 
 
 def draw(q_SxV, mass_SxN, words_Sx2):
-    """Draws a token by inverse distribution function in two stages: a lane by its mass, then a token within the lane.
+    """Draws a token per slot by inverse distribution function: a lane by its mass, then a token within the lane. [S]
+    int32.
 
     Two uniforms instead of one per token; no running sum is longer than a lane or the number of lanes.
-    """
+
+    Args:
+      q_SxV: logits. mass_SxN: of `lane_mass`. words_Sx2: uint32, of `random_words`."""
     lane_S = invert(mass_SxN, words_Sx2[:, 0])
     folded_SxMxN = fold_lanes(q_SxV)
     column_SxM = jnp.take_along_axis(folded_SxMxN, lane_S[:, None, None], axis=2)[..., 0]

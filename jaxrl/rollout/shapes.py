@@ -23,7 +23,11 @@ PLAIN, BANS, ALL = range(3)
 
 
 def work_of(params, min_new_tokens: int) -> int:
-    """Returns PLAIN, BANS or ALL for SamplingParams or a config group with the same names."""
+    """Returns how much the decode programs must do to sample like this: PLAIN, BANS or ALL.
+
+    PLAIN: temperature only. BANS: end tokens are barred too. ALL: also penalties or a cut support.
+
+    params: SamplingParams, or a config group with the same names."""
     if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
             or params.frequency_penalty != 0):
         return ALL
@@ -65,7 +69,7 @@ class Shapes:
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of slots."""
+        """Number of slots: of sequences that are decoded at once."""
         return self.slot_counts[-1]
 
     @functools.cached_property
@@ -75,7 +79,8 @@ class Shapes:
 
     @property
     def stash_rows(self) -> int:
-        """Number of stash rows over all prompt lengths."""
+        """Rows of the stash, which holds prefilled prompts before they are copied into slots, over all prompt
+        lengths."""
         return self.prefill_rows * len(self.prompt_lengths)
 
     def patch_room(self, length: int, merge: int) -> int:
@@ -87,7 +92,9 @@ class Shapes:
 
     def turn_rooms(self, merge: int) -> tuple[int, int]:
         """Returns the patches of a row that the images of a turn are encoded in: few, and as many as a prompt may have.
-        """
+
+
+        merge: patches per side of an image token."""
         whole = self.patch_room(self.prompt_lengths[-1], merge)
         return -(-whole // (4 * merge**2)) * merge**2, whole
 
@@ -97,6 +104,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     """Returns the Shapes of a config.
 
     Args:
+      num_eos: number of end-of-text tokens. processes: that share the slots.
       data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
         at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
       reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
@@ -104,8 +112,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
       patches: most patches of a prompt's images.
 
     Raises:
-      ConfigError: lengths below those that the config needs.
-    """
+      ConfigError: lengths below those that the config needs."""
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
     slots = -(-(roll.slots or data.prompts_per_step * roll.group_size) // processes)

@@ -13,7 +13,7 @@ from jaxrl.rollout.protocol import Request
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """A request being worked on."""
+    """A request in the embedded sampler: waiting (slot -1) or running, with what it has sampled."""
 
     request: Request
     key: tuple    # identity of its prompt, of the images there, and of the adapter that reads it
@@ -28,7 +28,7 @@ class Sample:
     known: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int16))
 
     def column(self, i: int, dtype) -> np.ndarray:
-        """Returns entry i of all parts as one array."""
+        """Returns entry i of all parts as one array of this dtype; empty if nothing was sampled."""
         return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
 
 

@@ -16,9 +16,9 @@ from jaxrl.rollout.protocol import Engine, EngineInfo, Health, Request, Result
 
 
 class ThreadedEngine(Engine):
-    """Runs an engine in a thread; see protocol.Engine. Results do not depend on time if all requests are waited for;
-    which of them are done at a weight sync does.
-    """
+    """Runs an engine in a thread of its own, so that it works without being polled; see protocol.Engine.
+
+    Results do not depend on time if all requests are waited for; which of them are done at a weight sync does."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -70,14 +70,18 @@ class ThreadedEngine(Engine):
 
     @property
     def info(self) -> EngineInfo:
+        """The engine's EngineInfo, with `concurrent`."""
         return dataclasses.replace(self._engine.info, concurrent=True)
 
     def submit(self, requests: list[Request]) -> None:
+        """Queues requests, as Engine.submit."""
         with self._paused() as engine:
             engine.submit(requests)
             self._open += len(requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Returns results that the thread has stored, waiting at most deadline_s seconds. Raises what the engine
+        raised in the thread."""
         end, health = time.monotonic() + deadline_s, self._engine.health()
         if health.closed:
             raise RuntimeError("rollout: the engine is closed")
@@ -94,35 +98,43 @@ class ThreadedEngine(Engine):
             return done
 
     def abort(self, ids: list[str] | None = None) -> None:
+        """Ends requests (None = all), as Engine.abort."""
         with self._paused() as engine:
             engine.abort(ids)
             with self._state:
                 self._results += engine.poll(0.0)
 
     def forget(self, ids: list[str]) -> None:
+        """Declares that no request will continue these, as Engine.forget."""
         with self._paused() as engine:
             engine.forget(ids)
 
     def hold(self, on: bool) -> None:
+        """Prevents new completions from starting while on, as Engine.hold."""
         with self._paused() as engine:
             engine.hold(on)
 
     def publish(self, params, version: int) -> None:
+        """Gives the engine new weights between two of the thread's polls, as Engine.publish."""
         with self._paused() as engine:
             engine.publish(params, version)
 
     def unfinished_results(self) -> list[Result]:
+        """Returns the finished turns of unfinished requests, as Engine.unfinished_results."""
         with self._paused() as engine:
             return engine.unfinished_results()
 
     def restore_unfinished(self, results: list[Result]) -> None:
+        """Restores finished turns, as Engine.restore_unfinished."""
         with self._paused() as engine:
             engine.restore_unfinished(results)
 
     def health(self) -> Health:
+        """Returns the engine's state without waiting for the thread."""
         return self._engine.health()
 
     def metrics(self) -> dict[str, float]:
+        """Returns the engine's metrics."""
         return self._engine.metrics()
 
     def close(self) -> None:

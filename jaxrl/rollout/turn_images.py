@@ -76,7 +76,7 @@ class TurnImages:
             raise PromptError(f"image {place + 1}: {e}") from None
 
     def tokens(self, images) -> int:
-        """Returns the number of tokens of images."""
+        """Returns the number of tokens that these TurnImages take in a sequence."""
         return sum(math.prod(image.grid) for image in images) // self.source.merge**2
 
     def have_room(self, images, first: bool) -> bool:
@@ -90,12 +90,12 @@ class TurnImages:
         return False
 
     def pictures(self, images) -> Pictures | None:
-        """Returns the images of a request's prompt; None if there is none."""
+        """Returns the Pictures of a request's prompt with these TurnImages; None if there is none."""
         return self.source.pictures([self.source.places_of(images)]) if images else None
 
 
 def images_of_row(pictures: Pictures | None) -> tuple[TurnImage, ...]:
-    """Returns the images of a row's prompt."""
+    """Returns the TurnImages of a row's prompt; () without images."""
     if pictures is None:
         return ()
     return tuple(TurnImage(int(first), tuple(grid), int(number)) for first, grid, number in zip(

@@ -25,9 +25,9 @@ from jaxrl.sharding import memory
 
 
 def names(model, tower: bool = True) -> list[str]:
-    """Returns the names of all HF tensors of a jaxrl.models.Model in the order of `chunks`. A tied
-    head is not included. tower: those of a tower for images, too.
-    """
+    """Returns the names of all HF tensors of a model in the order of `chunks`. A tied head is not included.
+
+    model: jaxrl.models.Model. tower: whether a vision tower's are included."""
     rename = _renaming(model)
     return [rename(parts.whole_of(name)) for group in _layers(model, tower) for entry, i in group
             for name in [entry.hf_names[i]] if not entry.row.part or not entry.row.part[1]]

@@ -23,10 +23,12 @@ class Target:
 
     @property
     def chip(self) -> Chip:
+        """The Chip of this name."""
         return CHIPS[self.name]
 
     @property
     def kind(self) -> str:
+        """Kind of the devices: cpu, gpu or tpu."""
         return self.chip.kind
 
     @property
@@ -36,6 +38,7 @@ class Target:
 
     @property
     def hosts(self) -> int:
+        """Number of hosts that hold the devices."""
         return -(-self.count // self.per_host)
 
     def __str__(self) -> str:

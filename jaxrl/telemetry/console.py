@@ -101,15 +101,18 @@ class PlainConsole(SilentConsole):
         self._thread, self._closed = None, threading.Event()
 
     def start(self, name: str = "start") -> None:
+        """Begins the first phase."""
         self.phase(name)
 
     def phase(self, name: str) -> None:
+        """Begins a phase of the run, about which lines appear if it takes long."""
         self._phase, self._since = name, self._clock()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="still", daemon=True)
             self._thread.start()
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
+        """Prints one line with a step's metrics."""
         self.progress.advance(step)
         parts = [f"step {step}/{self.progress.total}"]
         parts += [f"{self.LABELS.get(m.name, m.header)} {show(m, scalars[m.name])}"
@@ -131,11 +134,13 @@ class PlainConsole(SilentConsole):
         self.print("  ".join(parts))
 
     def print(self, text: str) -> None:
+        """Prints a text as lines."""
         self._heard, self._patience = self._clock(), self._usual
         self.stream.write(text + "\n")
         self.stream.flush()
 
     def sample(self, step: int, name: str, record: dict) -> None:
+        """Prints a prompt and its completion, shortened. name: of the set. record: of rl.trajectories.records."""
         lines = [f"sample of {name} at step {step}{sample_verdict(record)}"]
         for part, text in (("prompt", str(record.get("prompt", ""))), ("completion", completion_text(record))):
             body = shortened(text).replace("\n", "\n    ")
@@ -162,6 +167,7 @@ class PlainConsole(SilentConsole):
                     return
 
     def close(self) -> None:
+        """Stops the lines about long phases."""
         self._closed.set()
 
 

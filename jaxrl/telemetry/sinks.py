@@ -136,19 +136,24 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=20)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Writes the metrics of a step, name -> value."""
         for name, value in scalars.items():
             self._alive().add_scalar(name, value, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Writes a text at a step."""
         self._alive().add_text(tag, text, step)
 
     def histogram(self, tag: str, values, step: int) -> None:
+        """Writes the distribution of values, any shape, at a step."""
         self._alive().add_histogram(tag, values, step)
 
     def flush(self) -> None:
+        """Writes what is buffered."""
         self._alive().flush()
 
     def close(self) -> None:
+        """Writes what is buffered and closes the file."""
         self._alive().close()
 
     def _alive(self):
@@ -188,12 +193,15 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Logs the metrics of a step, name -> value, with the step as their x axis."""
         self._run.log({"step": step, **scalars})
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Puts a text into the run's summary."""
         self._run.summary[tag] = text
 
     def close(self) -> None:
+        """Finishes the run."""
         self._run.finish()
 
 

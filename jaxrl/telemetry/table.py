@@ -52,6 +52,7 @@ class TableConsole(SilentConsole):
         self._live = Live(get_renderable=self._panel, console=self._rich, refresh_per_second=5)
 
     def phase(self, name: str) -> None:
+        """Shows the phase of the run."""
         self._now, self._since = name, time.monotonic()
         self._start()
 
@@ -61,6 +62,7 @@ class TableConsole(SilentConsole):
             self._rich.show_cursor(True)  # a killed process could not bring a hidden cursor back
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
+        """Adds a row with a step's metrics and updates the live display."""
         self.progress.advance(step)
         self._last = scalars
         curve = scalars.get("reward/mean", scalars.get("loss"))
@@ -140,9 +142,12 @@ class TableConsole(SilentConsole):
         return [bar, legend]
 
     def print(self, text: str) -> None:
+        """Prints a text above the live display."""
         self._rich.print(Text(text))
 
     def sample(self, step: int, name: str, record: dict) -> None:
+        """Prints a prompt and its completion, shortened, in a frame. name: of the set. record: of
+        rl.trajectories.records."""
         body = Text.assemble((shortened(str(record.get("prompt", ""))).strip(), "dim"), "\n",
                              shortened(completion_text(record)).strip())
         accurate = record.get("accurate")
@@ -151,6 +156,7 @@ class TableConsole(SilentConsole):
                                border_style=border))
 
     def close(self) -> None:
+        """Stops the live display; the table stays."""
         self._now = "finished"
         if self._live.is_started:
             self._live.stop()

@@ -106,8 +106,7 @@ class Guard:
     <$VLLM_API_KEY>` reaches /health alone.
 
     vLLM's own key covers the paths of requests; weights, sleep and remote calls in the workers stay open beside it.
-    Raises RuntimeError without a key, so that such a server does not start.
-    """
+    Raises RuntimeError without a key, so that such a server does not start."""
 
     def __init__(self, app):
         key = os.environ.get(KEY, "")
@@ -167,6 +166,8 @@ class Receiver:
     nccl = None
 
     def init_transfer_engine(self, init_info):
+        """Connects to the trainer that `init_info` describes. Raises ValueError for another protocol. Part of vLLM's
+        interface."""
         if init_info.protocol != PROTOCOL:
             raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin "
                              f"{PROTOCOL}; install the same jaxrl on both sides")
@@ -180,6 +181,7 @@ class Receiver:
             self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
 
     def start_weight_update(self):
+        """Begins vLLM's layer-wise loading, after closing what a failed update left open. Part of vLLM's interface."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
         self.received, self.gates, self.dtypes = set(), {}, {}
@@ -192,6 +194,7 @@ class Receiver:
         initialize_layerwise_reload(self.model.language_model if leaves_tower else self.model)
 
     def receive_weights(self, update_info):
+        """Receives one chunk as `update_info` describes it and loads its tensors. Part of vLLM's interface."""
         import torch
 
         if update_info.source == "nccl:":
@@ -203,6 +206,7 @@ class Receiver:
                 self.load(name, torch.frombuffer(part, dtype=getattr(torch, dtype)).reshape(shape), expected)
 
     def receive_broadcast(self, update_info):
+        """Receives one chunk by NCCL and loads its tensors."""
         import torch
 
         if self.nccl is None:
@@ -217,6 +221,9 @@ class Receiver:
             self.load(name, buffer[offset:offset + size].view(getattr(torch, dtype)).reshape(shape), expected)
 
     def load(self, name, tensor, expected):
+        """Loads one tensor into the model. expected: its SHA-256, "" = not checked.
+
+        Raises ValueError for a tensor that was not announced or arrived damaged."""
         if name not in self.names:
             raise ValueError(f"jaxrl: tensor {name} was not announced")
         if expected and digest(tensor) != expected:
@@ -226,6 +233,7 @@ class Receiver:
         self.dtypes[name] = tensor.dtype
 
     def finish_weight_update(self):
+        """Finishes vLLM's layer-wise loading after the last chunk. Part of vLLM's interface."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
@@ -235,6 +243,7 @@ class Receiver:
                 module.attn.impl.sinks.data.copy_(module.sinks)
 
     def shutdown(self):
+        """Leaves the communicator. Part of vLLM's interface."""
         if self.nccl is not None:
             self.nccl.abort()
 
@@ -284,8 +293,7 @@ class Nccl:
 
     One communicator at a time, on the device and the default stream of the calling thread. The library is that of the
     environment variable JAXRL_NCCL, of the package nvidia-nccl, or whatever the loader finds. Raises OSError without
-    one, RuntimeError with NCCL's own words where a call fails.
-    """
+    one, RuntimeError with NCCL's own words where a call fails."""
 
     BYTES = 1  # ncclUint8
 
@@ -300,6 +308,7 @@ class Nccl:
 
     @staticmethod
     def find() -> str:
+        """Returns the path of NCCL: $JAXRL_NCCL, the installed package's, or the system's."""
         try:
             package = importlib.util.find_spec("nvidia.nccl")
         except ModuleNotFoundError:
@@ -339,8 +348,7 @@ class Reader:
     connection to its address.
 
     Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read
-    other files or call other hosts because somebody asks it to.
-    """
+    other files or call other hosts because somebody asks it to."""
 
     FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 
@@ -351,6 +359,8 @@ class Reader:
         self.folder, self.address, self.key, self.connection = folder, address, key, None
 
     def open(self, source: str, size: int) -> memoryview:
+        """Returns a chunk's bytes, a context. source: "shm:N" or "http:N". Raises ValueError for one that was not
+        announced."""
         kind, _, number = source.partition(":")
         if not {"shm": self.folder, "http": self.address}.get(kind) or not re.fullmatch(r"\d+", number, re.ASCII):
             raise ValueError(f"jaxrl: weights from {source!r} were not announced")
@@ -436,8 +446,7 @@ def digests(worker) -> str:
     """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, [[start, stop], ...]].
 
     The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them;
-    what it holds in a wider dtype than it was given is summed in the one that it was given.
-    """
+    what it holds in a wider dtype than it was given is summed in the one that it was given."""
     model, engine = worker.get_model(), worker.weight_transfer_engine
     sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
     return json.dumps({name: [digest(piece.to(sent.get(name, piece.dtype))), str(piece.dtype).removeprefix("torch."),

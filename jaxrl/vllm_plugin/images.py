@@ -30,6 +30,7 @@ class Info(BaseProcessingInfo):
     """What vLLM asks of a model's images before it has seen one."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Returns that a prompt may have any number of images. Part of vLLM's interface."""
         return {"image": None}
 
     @property
@@ -39,6 +40,7 @@ class Info(BaseProcessingInfo):
         return min(int(given.get(IMAGE_TOKENS, 2**30)), self.ctx.model_config.max_model_len - 1)
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        """Returns the largest number of tokens of an image. Part of vLLM's interface."""
         return {"image": self.image_tokens}
 
 
@@ -46,9 +48,11 @@ class NoInputs(BaseDummyInputsBuilder[Info]):
     """Images are made by `Finished.get_dummy_mm_inputs`."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        """Returns "": prompts are token ids."""
         return ""
 
     def get_dummy_mm_data(self, seq_len, mm_counts, mm_options):
+        """Returns {}: Finished makes the inputs for vLLM's memory profile."""
         return {}
 
 
@@ -58,6 +62,7 @@ class Finished(BaseMultiModalProcessor[Info]):
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *, cache=None, scheduler_config=None):
+        """Returns inputs with the largest image, for vLLM's memory profile."""
         tower, most = self.info.get_hf_config().vision_config, self.info.image_tokens
         merge, channels = tower.spatial_merge_size, getattr(tower, "in_channels", 3)
         height = math.isqrt(most)
@@ -74,6 +79,7 @@ class Finished(BaseMultiModalProcessor[Info]):
                         mm_placeholders={"image": [PlaceholderRange(offset=0, length=tokens)]})
 
     def apply(self, *args, **kwargs):
+        """Raises ValueError: the server takes encoded images only."""
         raise ValueError(REFUSED)
 
     def _get_mm_fields_config(self, *args):

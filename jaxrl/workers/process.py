@@ -215,9 +215,11 @@ class WorkerProcess(Channel):
             os.set_blocking(fd, False)
 
     def gone(self) -> bool:
+        """Returns whether the process has ended."""
         return self._process.poll() is not None
 
     def how(self) -> str:
+        """Returns how the process ended, as text for messages; waits up to 10 s for its end."""
         try:
             code = self._process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -232,6 +234,7 @@ class WorkerProcess(Channel):
         return f"it was killed by {signal.Signals(-code).name}"
 
     def signal_kill(self) -> None:
+        """Asks for the end of the process and its child processes; does not wait."""
         with contextlib.suppress(OSError):
             if sys.platform == "linux":
                 self._process.send_signal(END)
@@ -239,6 +242,7 @@ class WorkerProcess(Channel):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
+        """Kills the process with its child processes and waits for its end."""
         self.signal_kill()
         try:
             self._process.wait(2 * END_SECONDS)

@@ -112,17 +112,21 @@ class RemoteProcess(Channel):
                 self._theirs.shutdown(socket.SHUT_WR)
 
     def gone(self) -> bool:
+        """Returns whether the process, or its host, has ended."""
         return bool(self._why)
 
     def how(self) -> str:
+        """Returns how the process ended, as text for messages."""
         return self._why or "its streams were closed"
 
     def signal_kill(self) -> None:
+        """Kills the Ray actor, and so the process; does not wait."""
         self._ended.set()
         with contextlib.suppress(Exception):  # of a cluster that is gone
             self._ray.kill(self._actor)
 
     def kill(self) -> None:
+        """Kills the process through its Ray actor and closes its streams."""
         self.signal_kill()
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)

@@ -110,7 +110,9 @@ def ring(n, stages, fill, before=0):
 
 
 def ring_barriers(consumers, stages, first, second):
-    """Returns the barriers of a ring whose slots' two halves are filled and freed apart, by so many copies each."""
+    """Returns the barriers of a ring whose slots' two halves are filled and freed apart, by so many copies each.
+
+    consumers: warpgroups that free a slot. stages: slots. first, second: copies into each half."""
     free = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
     return dict(first_ready=plgpu.Barrier(num_arrivals=first, num_barriers=stages), first_free=free,
                 second_ready=plgpu.Barrier(num_arrivals=second, num_barriers=stages), second_free=free)
@@ -123,7 +125,10 @@ def load(own, slot, ready, **sources):
 
 
 def refill(own, slot, reused, first, second):
-    """Runs the producer's step: copies {name: source} of each half, once consumers have freed it."""
+    """Runs the producer's step: copies {name: source} of each half, once consumers have freed it.
+
+    own: shared memory and barriers by name. reused: whether the slot must be freed first. first, second: {name:
+    source} of the two halves."""
     for half, sources in (("first", first), ("second", second)):
         pl.when(reused)(lambda half=half: plgpu.barrier_wait(own[f"{half}_free"].at[slot]))
         load(own, slot, own[f"{half}_ready"].at[slot], **sources)

@@ -17,7 +17,9 @@ UNIT = 64
 def serving(x_TxD, weights, *, matmul=DEFAULT, activation, interpret=None) -> tuple[Implementation, int]:
     """Returns (the implementation for such tokens and weights, rows of its blocks). Raises NotImplementedError(reason)
     where there is none. interpret: False, True, or what the interpreter is told; None = where this is no GPU.
-    """
+
+    x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read. activation: as
+    of api.experts."""
     check_chip(x_TxD.dtype, interpret)
     size, width = weights[0].shape[1:]
     if matmul != DEFAULT:

@@ -30,7 +30,8 @@ UNIT = 64
 def serving(x_TxD, weights, *, matmul=DEFAULT, activation=None, interpret=None) -> tuple[Implementation, int]:
     """Returns (the implementation for such tokens and weights, rows of its blocks). Raises NotImplementedError(reason)
     where there is none. interpret: for pallas_call; None = off a TPU.
-    """
+
+    x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read."""
     del activation
     interpret = platform() != "tpu" if interpret is None else bool(interpret)
     (size, width), dtype = weights[0].shape[1:], x_TxD.dtype

@@ -362,8 +362,6 @@ def _of_logits(block, targets_C, numbers, of_ids, temperature, softcap):
 
 
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
-    """Returns the gradients of hidden [R, S, D] and head (None if it is not differentiated), then None for other
-    inputs. With p = softmax: d logits = g_logp (1[target] - p) - g_entropy p (logp + entropy), chunk by chunk."""
     learns, hidden, head, *_, kept = saved
     has_few = saved[8] is not None
     grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]

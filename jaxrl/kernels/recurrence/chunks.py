@@ -39,7 +39,9 @@ def room(length: int) -> int:
 
 def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) -> int:
     """Returns the floating-point operations of the rule for one token, in chunks of `size` tokens, of `heads` value
-    heads."""
+    heads.
+
+    key, value: sizes of a head. delta: whether the rule has a delta."""
     if not delta:  # pairs of queries and keys, and their sum
         return heads * (2 * size * (key + value) + 4 * key * value)
     within = 2 * size * (3 * key + 2 * value)  # pairs of keys, of queries and keys, two solved systems, their sum

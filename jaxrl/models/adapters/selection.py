@@ -23,7 +23,7 @@ ALL_LINEAR, EMBEDDING = "all-linear", module_of(hf.EMBEDDING)
 # ---- the modules of a model ------------------------------------------------------------------------------------------
 
 class Place(NamedTuple):
-    """The location of a module's tensor: the row of the parameter table, and the index along its stacked axes."""
+    """The location of a module's tensor: its Entry of the parameter table, and the index along its stacked axes."""
 
     entry: Any
     index: tuple[int, ...]

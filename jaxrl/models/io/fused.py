@@ -75,6 +75,7 @@ class Columns(tensorfile.Stored):
     columns: slice
 
     def read(self, index: Any = ...) -> np.ndarray:
+        """Returns the part's values at an index, [outputs, inputs], read from the whole tensor."""
         return self.of.read((self.expert, ..., self.columns)).T[index]
 
 

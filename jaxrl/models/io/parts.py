@@ -35,6 +35,7 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the packed tensor: (outputs of all parts, *rest)."""
         return sum(self.outputs), *self.rest
 
 
@@ -48,6 +49,7 @@ class Part(tensorfile.Stored):
     size: int
 
     def read(self, index: Any = ...) -> np.ndarray:
+        """Returns the part's values at an index; reads the whole packed tensor."""
         whole = self.of.read()
         grouped = whole.reshape(self.groups, -1, *whole.shape[1:])
         return grouped[:, self.first:self.first + self.size].reshape(self.shape)[index]
@@ -65,14 +67,15 @@ def whole_of(hf_name: str) -> str:
 
 
 def pack(arrays: list, groups: int) -> Any:
-    """One array [outputs, ...] from its parts [outputs of the part, ...]; numpy or jax."""
+    """Returns one array [outputs, ...] from its parts [outputs of the part, ...], group by group; numpy or jax, as
+    they are."""
     grouped = [x.reshape(groups, -1, *x.shape[1:]) for x in arrays]
     join = jnp if isinstance(arrays[0], jax.Array) else np
     return join.concatenate(grouped, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def unpack(array, groups: int, outputs: list[int]) -> list:
-    """The inverse of `pack`; outputs: of each part."""
+    """Splits a packed array [outputs, ...] into its parts; the inverse of `pack`. outputs: of each part."""
     grouped = array.reshape(groups, -1, *array.shape[1:])
     ends = np.cumsum([n // groups for n in outputs])[:-1]
     return [x.reshape(-1, *array.shape[1:]) for x in np.split(grouped, ends, axis=1)]
@@ -136,7 +139,7 @@ def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
 
 
 def join_arrays(model, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays by HF name, with parts as HF's tensors."""
+    """Returns arrays by HF name with parts packed into HF's tensors."""
     left = dict(arrays)
     for whole, packed in tensors(model).items():
         if packed.names[0] in left:

@@ -35,12 +35,13 @@ _PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=-1)  # by byte
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(tensorfile.Stored):
-    """Codes in a file, read with their scales."""
+    """fp8 codes in a file, read with their scales, one for each block of [rows, columns] = `block`."""
 
     scale: tensorfile.Stored
     block: tuple[int, int]
 
     def read(self, index: Any = ...) -> np.ndarray:
+        """Returns the dequantized values at an index, fp32; computes the whole tensor."""
         codes = np.memmap(self.file, ml_dtypes.float8_e4m3fn, "r", self.start, self.shape).astype(np.float32)
         scale = np.asarray(self.scale.read(), np.float32)
         for axis, (size, each) in enumerate(zip(self.shape, self.block, strict=True)):
@@ -50,7 +51,7 @@ class Scaled(tensorfile.Stored):
 
 @dataclasses.dataclass(frozen=True)
 class Fours(tensorfile.Stored):
-    """mxfp4's bytes in a file, read with their scales as [E, M, N]."""
+    """mxfp4 codes in a file, read with their scales as fp32 [E, M, N]."""
 
     scale: tensorfile.Stored
 

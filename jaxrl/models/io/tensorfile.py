@@ -187,6 +187,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -84,6 +84,9 @@ MOST_SUPPORT = 128
 
 
 def import_path(name, path, kind: Any = Callable):
+    """Returns the problem of an import path that cannot be imported or is not a `kind`, as a list; [] without one.
+
+    name, path: the option and its value."""
     try:
         found = imported(path)
     except Exception as e:  # it is the user's code: anything may go wrong in it

@@ -36,7 +36,7 @@ from jaxrl.training import optimizer
 
 
 def check(cfg) -> None:
-    """Raises ConfigError listing every problem: field, value, remedy."""
+    """Checks a config without touching a device. Raises ConfigError listing every problem: field, value, remedy."""
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _unread, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine,

@@ -22,6 +22,7 @@ DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier scor
 
 
 def lora(cfg) -> list[str]:
+    """Returns the problems of everything below `lora`; [] without adapters."""
     if not lora_on(cfg):
         return []
     out = []

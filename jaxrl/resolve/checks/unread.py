@@ -24,7 +24,9 @@ TABLES = ("reward.remote.", "reward.judge.")  # a reward's table may stand on to
 
 
 class Term(NamedTuple):
-    """`option`, `not option`, `option=a|b`, `option!=a|b`, `option>1`."""
+    """One term of a condition: `option`, `not option`, `option=a|b`, `option!=a|b`, `option>1`, `option<1`.
+
+    relation: "", "=", "!=", "<" or ">". values: what it is compared with, as text."""
 
     negated: bool
     name: str
@@ -32,6 +34,8 @@ class Term(NamedTuple):
     values: tuple[str, ...]
 
     def holds(self, value) -> bool:
+        """Returns whether a value of the option fulfils the term; recipes of the user's own fulfil every term on
+        run.recipe."""
         if self.name == "run.recipe" and value not in BUILT_IN:  # one of the user's own may read any option
             return True
         if not self.relation:
@@ -69,7 +73,7 @@ def terms(needs: str) -> list[list[Term]]:
 
 
 def is_set(option: Option, value) -> bool:
-    """Whether an option is not at its default."""
+    """Returns whether an option's value is not its default."""
     if option.default is None or isinstance(option.default, dict):
         return value is not None if option.default is None else bool(value)
     return (tuple(value) if isinstance(option.default, tuple) else value) != option.default

@@ -41,15 +41,15 @@ class Refused(RuntimeError):
 
 
 def version_tuple(text: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version text."""
+    """Returns the first two numbers of a version text, such as (0, 11) of "0.11.2rc1"."""
     first, second, *_ = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")] + [0, 0]
     return first, second
 
 
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for versions newer than the tested ones, else "". Raises ConfigError for
-    versions older than supported.
-    """
+    """Returns a notice for vLLM versions newer than the tested ones, else "".
+
+    where: the server or interpreter, for messages. Raises ConfigError for versions older than supported."""
     if version_tuple(text) < OLDEST:
         raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
                           "supports; upgrade it")
@@ -95,7 +95,7 @@ def installed(python: str = "") -> VllmInstallation:
 # ---- starting --------------------------------------------------------------------------------------------------------
 
 def server_key(options) -> str:
-    """Returns the servers' API key: rollout.vllm.api_key, or vLLM's environment variable."""
+    """Returns the servers' API key: rollout.vllm.api_key, or vLLM's environment variable; "" if neither is set."""
     return options.api_key or os.environ.get(KEY, "")
 
 
@@ -117,11 +117,12 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     With a key, passed in the environment, only /health is open without it; without a key everything is open.
 
     Args:
+      model_folder: with the model's config. dtype: of the weights. length: --max-model-len. port: to listen on. cpu:
+        whether it is vLLM's build for CPUs. key: API key, "" = none.
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
       recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
         states at the ends of its blocks only, which a group's prompt seldom reaches.
-      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
-    """
+      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -163,9 +164,10 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
 
 
 def option_words(name: str, value) -> list[str]:
-    """Returns one vLLM option as command-line words. Lists are separate words; repeated options are repeated; three
-    are JSON (those with type json.loads in vllm/entrypoints/launchers/cli_args.py).
-    """
+    """Returns one vLLM option as command-line words; [] for None.
+
+    Booleans are --name or --no-name. Lists are separate words, in options of REPEATED the option is repeated, and
+    those of JSON_LISTS are JSON (type json.loads in vllm/entrypoints/launchers/cli_args.py)."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -182,11 +184,12 @@ GENERATE = "/inference/v1/generate"
 
 
 def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool, model: str = "") -> dict:
-    """Returns the body of a generate request.
+    """Returns the JSON body of a generate request.
 
     Args:
-      model: the adapter to sample from; "" = the base.
-    """
+      end_ids: token ids that end every completion, beside the request's own stop tokens.
+      seeded: whether the request's seed is sent. stream: whether tokens come as they are sampled.
+      model: name of the adapter to sample from; "" = the base."""
     s = request.sampling
     params = {
         "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k if s.top_k > 0 else 0, "min_p": s.min_p,
@@ -202,7 +205,7 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
 
 
 class ExpertRouting(NamedTuple):
-    """The expected form of a server's routed experts."""
+    """The expected form of a server's routed experts, which come for every layer and token."""
 
     layers: tuple[int, ...]  # numbers of those that have experts
     count: int               # layers in all
@@ -240,9 +243,10 @@ class ExpertRouting(NamedTuple):
 
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
-    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one
-    event of a stream.
-    """
+    """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
+    stream.
+
+    Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(tokens):
@@ -253,12 +257,9 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 # ---- control ---------------------------------------------------------------------------------------------------------
 
 class Control:
-    """The endpoints of one server apart from generation. Every call has a deadline.
+    """Client of the endpoints of one vLLM server apart from generation. Every call has a deadline in seconds.
 
-    Raises:
-      ServerError: it cannot be reached or fails.
-      Refused: it declines.
-    """
+    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines."""
 
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -292,7 +293,7 @@ class Control:
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
-        """Returns whether it serves more than /health without a key."""
+        """Returns whether the server replies to more than /health without a key."""
         stranger = Control(self.url, "", self.deadline)
         try:
             stranger.version()
@@ -307,7 +308,7 @@ class Control:
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
-        """Returns the first model of /v1/models: its id and max_model_len."""
+        """Returns the first model of /v1/models, a dict with id and max_model_len; {} if there is none."""
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
@@ -324,13 +325,13 @@ class Control:
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
-        """Takes back the memory of `weights` or `kv_cache` (none named: all). Returns "awake" once all
-        is back, or "sleeping".
-        """
+        """Takes back the memory of "weights" or "kv_cache" (no tag: all).
+
+        Returns "awake" once all is back, or "sleeping"."""
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
     def is_sleeping(self) -> bool:
-        """Returns whether it is asleep or paused."""
+        """Returns whether the server is asleep or paused."""
         return bool(self._call("GET", "/is_sleeping").get("is_sleeping"))
 
     def workers(self) -> list[dict]:
@@ -345,9 +346,8 @@ class Control:
             raise
 
     def digests(self) -> list[dict]:
-        """Returns what the plugin's jaxrl_digests reports, one dict per worker: name ->
-        [SHA-256, dtype, shape, axis, start, stop].
-        """
+        """Returns what the plugin's jaxrl_digests reports (see vllm_plugin.digests), one dict per worker: HF tensor
+        name -> [SHA-256, dtype, shape, axis, [[start, stop], ...]]."""
         return [json.loads(text) for text in self.rpc("jaxrl_digests")]
 
     def rpc(self, method: str, **kwargs) -> list:
@@ -426,7 +426,7 @@ class Control:
         return str(self._call("GET", "/weight_info").get("weight_version"))
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache; returns whether it is empty."""
+        """Empties the prefix cache, resetting running requests; returns whether the server reports success."""
         return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
 
     def reset_encoder_cache(self) -> None:
@@ -434,7 +434,7 @@ class Control:
         self._call("POST", "/reset_encoder_cache")
 
     def generate(self, payload: dict) -> dict:
-        """Sends a generate request and returns its only choice."""
+        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON."""
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:

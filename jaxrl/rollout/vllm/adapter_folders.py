@@ -23,9 +23,10 @@ from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
 def required_rank(found) -> int:
     """Returns the --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
 
+    found: the model's Adapter, or None.
+
     Raises:
-      ConfigError: vLLM does not serve such an adapter.
-    """
+      ConfigError: vLLM does not serve such an adapter."""
     if found is None:
         return 0
     if found.saved:
@@ -47,7 +48,8 @@ def required_rank(found) -> int:
 def configured_rank(options) -> int:
     """Returns the --max-lora-rank from config.lora alone, for servers started before there is a model: the largest
     rank that it names, or that of the folder lora.path. 0 if no server serves it.
-    """
+
+    options: config.lora."""
     if options.path:
         config = peft.source(options.path).config
         ranks = (config["r"], *(config.get("rank_pattern") or {}).values())
@@ -80,8 +82,9 @@ class AdapterFolders:
         self.current: Version | None = None
 
     def write(self, params, name: str) -> Version:
-        """Writes a version's folder and returns it; earlier folders are deleted, since no request uses them any more.
-        """
+        """Writes the folder of a version of the adapter and returns its Version; earlier folders are deleted.
+
+        No request uses those any more. params: the policy's parameter tree. name: unique per version."""
         path = self.folder / name
         if self.current is None or self.current.name != name:
             peft.write_plain(path, self.model, params, self.dtype)
@@ -93,7 +96,7 @@ class AdapterFolders:
         return self.current
 
     def load(self, control, version: Version, weight_version: str) -> None:
-        """Loads an adapter into one server in place of the previous one."""
+        """Loads an adapter into one server in place of the previous one, and sets the version of its weights."""
         control.load_adapter(version.name, str(version.path))
         if (old := self.loaded.get(control.url, version.name)) != version.name:
             control.unload_adapter(old)

@@ -33,7 +33,7 @@ log = logging.getLogger("jaxrl")
 
 
 def make_engine(context: EngineContext):
-    """Starts the servers and returns at once; the first publish waits for them."""
+    """Returns the VllmEngine of a context. Its servers start in the background; the first publish waits for them."""
     return VllmEngine(context)
 
 
@@ -90,6 +90,7 @@ class VllmEngine(Engine):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> None:
+        """Queues requests and sends them to servers. Raises ValueError naming one that cannot be served."""
         self._check_open()
         most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
@@ -108,6 +109,8 @@ class VllmEngine(Engine):
         return dataclasses.replace(request, sampling=sampling)
 
     def poll(self, deadline_s: float) -> list[Result]:
+        """Returns results finished since the last poll, waiting at most deadline_s seconds; restarts servers that
+        died meanwhile."""
         self._check_open()
         end = time.monotonic() + deadline_s
         if self._ids and (self._version < 0 or self._asleep):
@@ -131,16 +134,19 @@ class VllmEngine(Engine):
                 done.append(item)
 
     def abort(self, ids: list[str] | None = None) -> None:
+        """Ends requests (None = all), as Engine.abort."""
         self._check_open()
         self.router.abort(set(self._ids) if ids is None else self._ids.intersection(ids))
 
     def hold(self, on: bool) -> None:
+        """Stops sending requests to servers while on; sent ones continue."""
         self._check_open()
         self.router.pause(on)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def publish(self, params, version: int) -> None:
+        """Sends the weights to every server that can take them; the first call waits for the servers to start."""
         self._check_open()
         for process in self.fleet.processes:
             process.bound_log()
@@ -236,9 +242,11 @@ class VllmEngine(Engine):
 
     @property
     def info(self) -> EngineInfo:
+        """The registry's EngineInfo of vllm; `quantized` is known after the first publish."""
         return dataclasses.replace(ENGINES["vllm"].info, quantized=self.publisher.quantized)
 
     def health(self) -> Health:
+        """Returns the engine's state, ok if a server is ready, with the state of every server by URL."""
         replicas = self.router.replicas
         running = sum(len(r.running) for r in replicas)
         return Health(not self._closed and any(r.state == "ready" for r in replicas), self._closed, self._version,
@@ -262,6 +270,7 @@ class VllmEngine(Engine):
             "publish/probe": self.publisher.last_probe}
 
     def close(self) -> None:
+        """Ends requests and our servers and frees everything; safe to call twice."""
         if self._closed:
             return
         self._closed = True

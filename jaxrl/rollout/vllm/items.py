@@ -45,7 +45,9 @@ def _tensor(array: np.ndarray) -> list:
 
 
 class ItemWriter:
-    """Makes the `features` of requests and keeps the images that were encoded last. Threads share it."""
+    """Makes the `features` of requests with images and keeps the most recently encoded images. Threads may share it.
+
+    limit: bytes of encoded images to keep."""
 
     def __init__(self, limit: int = KEPT_BYTES):
         self.limit = limit
@@ -53,7 +55,8 @@ class ItemWriter:
         self._lock, self._kept, self._bytes = threading.Lock(), collections.OrderedDict[tuple, Item](), 0
 
     def features(self, pictures: Pictures) -> dict:
-        """Returns the field of a request whose prompt has these images."""
+        """Returns the JSON field `features` of a request whose prompt has these images: hashes, places and encoded
+        patches."""
         items = [self._item(pictures, i) for i in range(len(pictures.numbers))]
         lengths = pictures.counts // pictures.merge**2
         places = [{"offset": int(first), "length": int(n)} for first, n in zip(pictures.firsts, lengths, strict=True)]

@@ -28,18 +28,19 @@ def read_urls(folder: Path) -> list[str]:
 
 
 def memory_fraction(config) -> float:
-    """Returns the share of a GPU's memory that one of our servers uses."""
+    """Returns the share (0 to 1) of a GPU's memory that one of our servers uses."""
     own = config.rollout.vllm.devices and config.rollout.placement != "colocated"
     return config.rollout.vllm.memory_fraction or (OWN_MEMORY if own else SHARED_MEMORY)
 
 
 def longest_request(config) -> int:
-    """Returns the most tokens of a prompt and its completion."""
+    """Returns the largest number of tokens of a prompt and its completion, in training or evaluation."""
     return longest_sequence(config, max(config.rollout.max_new_tokens, config.eval.max_new_tokens))
 
 
 def max_model_len(config) -> int:
-    """Returns the longest sequence of one of our servers: that of the run, or the publisher's probe."""
+    """Returns --max-model-len of our servers, in tokens: the longest sequence of the run, or of the publisher's
+    probe."""
     probe = PROBE_PROMPT + sum(rows * columns for rows, columns in PROBE_IMAGES)
     return max(config.rollout.vllm.max_model_len or longest_request(config), probe + 1)
 

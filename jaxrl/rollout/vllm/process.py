@@ -27,9 +27,11 @@ def free_port(host: str) -> int:
 
 
 class ServerProcess:
-    """A server process. It ends with the trainer, however that ends: the plugin in each of its
-    processes watches the trainer.
-    """
+    """A server process. It ends with the trainer, however that ends: the plugin in each of its processes watches the
+    trainer.
+
+    Args:
+      command: words. env: variables to add to this process's. log_file: to which its output is appended."""
 
     def __init__(self, command: list[str], env: dict[str, str], log_file: Path):
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,18 +44,19 @@ class ServerProcess:
         self.pid = self._process.pid
 
     def exit_status(self) -> int | None:
-        """Returns None while it runs, else its status; negative = the signal that ended it."""
+        """Returns the exit status; None while it runs, negative = the signal that ended it."""
         return self._process.poll()
 
     def ended(self) -> str:
-        """Returns how it ended, as text."""
+        """Returns how the process ended, as text for messages; "still running" if it has not."""
         status = self.exit_status()
         if status is None:
             return "still running"
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
     def last_errors(self) -> str:
-        """Returns the last lines of its log that look like an error, else its last lines."""
+        """Returns the last two lines of its log that look like an error, else its last two lines; at most 800
+        characters."""
         with open(self.log_file, "rb") as f:
             f.seek(self._from)
             lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]

@@ -319,7 +319,8 @@ class Publisher:
     def probe(self, replica, pictures: Pictures | None = None) -> float:
         """Returns the mean absolute difference of log-probs, trainer - engine, over a
         fixed prompt's sampled continuation. pictures: images in the prompt, `_probe_images`.
-        """
+
+        replica: the server that is asked."""
         length = PROBE_PROMPT + (0 if pictures is None else int(pictures.counts.sum()) // pictures.merge**2)
         prompt = np.random.default_rng(0).integers(0, self.model.config.vocab_size, length).astype(np.int32)
         new = min(PROBE_TOKENS, max_model_len(self.config) - length)

@@ -45,8 +45,8 @@ class Job:
 class Replica:
     """One server as the router sees it.
 
-    state: starting, unsynced (healthy, but with other weights), ready, asleep or dead.
-    """
+    state: starting, unsynced (healthy, but with other weights), ready, asleep or dead. why: the reason, for
+    messages. misses: health checks in a row without a reply."""
 
     index: int
     url: str
@@ -98,7 +98,7 @@ class Router:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests."""
+        """Queues requests, which are sent to servers as these have room; results arrive in `results`."""
         self.call(self._submit, requests)
 
     def abort(self, ids: set[str]) -> None:

@@ -303,7 +303,8 @@ class Fleet:
     # ---- restarts ----------------------------------------------------------------------------------------------
 
     def notice_deaths(self) -> None:
-        """Marks our servers that died; the router watches the others."""
+        """Marks those of our servers whose process has ended as dead; the router watches the others by health
+        checks."""
         for replica, process in zip(self.router.replicas, self.processes, strict=False):
             if replica.state in ("ready", "unsynced", "asleep") and process.exit_status() is not None:
                 self.router.counts["servers_lost"] += 1
@@ -333,7 +334,7 @@ class Fleet:
             self.router.set_state(replica, "starting")
 
     def lost(self) -> str:
-        """Returns what happened to the servers if none is left, else ""."""
+        """Returns what happened to the servers, as text for a message, if none is left; else ""."""
         gone = all(r.state == "dead" for r in self.router.replicas)
         return "; ".join(f"{r.url}: {r.why}" for r in self.router.replicas) if gone else ""
 

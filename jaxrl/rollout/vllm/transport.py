@@ -43,7 +43,9 @@ def digest(array: np.ndarray) -> str:
 
 
 def describe(tensors, verify: bool) -> tuple[list[list], int]:
-    """Returns (rows of UpdateInfo.tensors, total bytes); with SHA-256 of every tensor if `verify`."""
+    """Returns (rows of UpdateInfo.tensors, total bytes) of (name, array) pairs.
+
+    A row: [name, dtype, shape, offset, bytes, SHA-256, or "" unless `verify`]; offsets are multiples of ALIGN."""
     rows, offset = [], 0
     for name, array in tensors:
         sha = digest(np.asarray(array)) if verify else ""
@@ -53,7 +55,8 @@ def describe(tensors, verify: bool) -> tuple[list[list], int]:
 
 
 def fill(buffer, tensors, rows) -> None:
-    """Copies the arrays to their offsets, each byte once."""
+    """Copies the arrays of `tensors` (name, array) into a byte buffer at the offsets of `rows`, which `describe`
+    returned."""
     view = np.frombuffer(buffer, np.uint8)
     for (_, array), (_, _, _, offset, size, _) in zip(tensors, rows, strict=True):
         unsigned = np.dtype(f"u{array.dtype.itemsize}")  # numpy copies bfloat16 one number at a time, integers at once
@@ -74,18 +77,22 @@ class Stream:
         return {}
 
     def greet(self, servers: dict[str, int]) -> dict[str, dict]:
-        """Returns what each server (url -> number of its workers) has to know before the first chunk."""
+        """Returns url -> fields that each server has to know before the first chunk. servers: url -> number of its
+        workers."""
         return dict.fromkeys(servers, {})
 
     def meet(self, greeted: concurrent.futures.Future) -> None:
-        """Returns when the workers are ready; `greeted` completes when every server has replied."""
+        """Waits until the workers are ready. greeted: completes when every server has replied; raises what that
+        raised."""
         greeted.result()
 
     def send(self) -> None:
-        """Sends the last payload's bytes, after the servers have its description."""
+        """Sends the last payload's bytes, after the servers have its description. Nothing to do where servers fetch
+        them."""
 
     def reset(self) -> None:
-        """Resets after a failure: the next greeting starts from scratch."""
+        """Forgets the servers after a failure: the next `greet` starts from scratch. Nothing to do unless a
+        transport overrides it."""
 
 
 LOCK = "lock"
@@ -111,6 +118,7 @@ class SharedMemory(Stream):
         self._maps: dict[Path, np.memmap] = {}  # mapping a file again would cost as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
+        """Copies tensors into one of two files, by turns; returns the chunk's description."""
         rows, size = describe(tensors, verify)
         path = self.folder / str(self._turn)
         self._turn = 1 - self._turn
@@ -118,6 +126,7 @@ class SharedMemory(Stream):
         return {"source": f"shm:{path.name}", "size": max(size, 1), "tensors": rows}
 
     def announcement(self) -> dict[str, str]:
+        """Returns the name of the folder below /dev/shm from which servers may read."""
         return {"folder": self.folder.name}
 
     def _mapped(self, path: Path, size: int) -> np.memmap:
@@ -137,6 +146,7 @@ class SharedMemory(Stream):
         return self._maps[path]
 
     def close(self) -> None:
+        """Deletes the folder and releases its lock."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -199,6 +209,7 @@ class Network(Stream):
         return http_server.Reply(200, chunk, "application/octet-stream")
 
     def payload(self, tensors, verify: bool) -> dict:
+        """Copies tensors into one chunk that servers fetch; returns its description. The last two chunks stay."""
         rows, size = describe(tensors, verify)
         buffer = bytearray(size)
         fill(buffer, tensors, rows)
@@ -208,9 +219,11 @@ class Network(Stream):
         return {"source": f"http:{self._count}", "size": size, "tensors": rows}
 
     def announcement(self) -> dict[str, str]:
+        """Returns the address and the key under which servers fetch chunks."""
         return {"address": self.address, "key": self.key}
 
     def close(self) -> None:
+        """Stops the HTTP server and drops the chunks."""
         self._server.close()
         self._chunks.clear()
 
@@ -236,6 +249,8 @@ class Broadcast(Stream):
         self._buffer: Any = None  # on the device, of the chunk that is sent next
 
     def greet(self, servers):
+        """Returns NCCL id, rank and size for each server, after leaving a group of other servers; {} each if they
+        have joined."""
         if self._joined and servers == self._servers:
             return dict.fromkeys(servers, {})
         self.reset()
@@ -245,6 +260,7 @@ class Broadcast(Stream):
                 for url, rank in zip(servers, ranks[:-1], strict=True)}
 
     def meet(self, greeted):
+        """Joins the NCCL group together with the servers' workers. Raises what joining or greeting raised."""
         if self._joined:
             return greeted.result()
         size, joining = 1 + sum(self._servers.values()), concurrent.futures.Future()
@@ -265,6 +281,7 @@ class Broadcast(Stream):
         self._joined = True
 
     def payload(self, tensors, verify: bool) -> dict:
+        """Packs tensors into one chunk on the device; returns its description (fields of vllm_plugin.UpdateInfo)."""
         rows, size = describe(tensors, verify)
         self._buffer = jax.block_until_ready(_packed([array for _, array in tensors])).addressable_data(0)
         if self._buffer.nbytes != size:
@@ -272,16 +289,19 @@ class Broadcast(Stream):
         return {"source": "nccl:", "size": size, "tensors": rows}
 
     def send(self):
+        """Broadcasts the last chunk. Raises ServerError if that fails."""
         try:
             self._nccl.broadcast(self._buffer.unsafe_buffer_pointer(), self._buffer.nbytes)
         except RuntimeError as e:
             raise ServerError(f"the broadcast of a chunk failed: {e}") from None
 
     def reset(self):
+        """Aborts the NCCL group; the next greeting starts a new one."""
         self._nccl.abort()
         self._joined, self._servers = False, {}
 
     def close(self) -> None:
+        """Leaves the NCCL group and frees the chunk."""
         self.reset()
         self._buffer = None
 

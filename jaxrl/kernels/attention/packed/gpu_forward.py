@@ -24,7 +24,9 @@ def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
     """Returns (out [B, L, H, K], lse [B, H, L] in base 2 and fp32, blocks executed [B, H, N], or None where they are
     not counted).
 
-    plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys."""
+    plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys.
+
+    op: static options. sizes: of the forward kernel."""
     batch, length, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     results = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]

@@ -209,7 +209,8 @@ def forward(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_id
     """Returns (out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`).
 
     work: of work_list, key blocks of each tile of queries.
-    """
+
+    q_ids_BxIxL, k_ids_BxSxI: int32 positions and, if there are segments, segments and prefixes."""
     walk = call.by_query
     groups, heads = _heads_at_once("forward", call, walk)
     keys = _block(call, groups, walk)
