@@ -75,7 +75,8 @@ def settle(m: Migration, key: str) -> None:
         if recipe in ("rl", "distill"):
             _sampler(m)
         return
-    why = {"rl": "", "sft": ""}.get(recipe, f"jobs of run.recipe={recipe} with images are trained here and not translated yet")
+    why = f"jobs of run.recipe={recipe} with images are trained here and not translated yet"
+    why = "" if recipe in ("rl", "sft") else why
     if any(option.startswith("env.") for option in m.options):
         why = "jobs of episodes with images are trained here and not translated yet"
     elif m.options.get("algorithm.advantage", ("",))[0] == "gae":
