@@ -215,8 +215,8 @@ class Trajectories:
 
 
 class Images(flax.struct.PyTreeNode):
-    """The images of packed rows: a row of patches beside each row of tokens (P patches per row), or of features, which a
-    tower made of them before; then patches, places, segments and windows are None."""
+    """The images of packed rows: a row of patches beside each row of tokens (P patches per row), or of features that
+    a tower made of them before; then patches, places, segments and windows are None."""
 
     patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
     places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image

@@ -132,7 +132,8 @@ def test_sizes_and_numbers_of_images():
 
 @pytest.mark.parametrize(("system", "settings", "why"), [
     ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "critics that see are trained here and not translated yet"),
-    ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512}, "jobs of run.recipe=distill with images are trained here and not translated yet"),
+    ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512},
+     "jobs of run.recipe=distill with images are trained here and not translated yet"),
     ("rlinf", {**RLINF, "data.image_keys": ["left", "right"]}, "images are of one column"),
 ])
 def test_what_images_are_not_for_is_refused_by_name_alone(system, settings, why):

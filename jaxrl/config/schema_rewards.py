@@ -45,7 +45,7 @@ JUDGE = {
                          " jaxrl's"),
     "rubric": O("", "what {rubric} stands for"),
     "rubric_column": O("", "data column of {rubric}, for rows that have one"),
-    "images": O(False, "the judge is shown the images of the row's prompt, as data URIs before the text"),
+    "show_images": O(False, "the judge is shown the images of the row's prompt, as data URIs before the text"),
     "pattern": O(r"(?i)score(?:[^\w-]|-(?=\s)){0,4}(-?\d++(?:\.\d++)?+)(?![\w.]*\d)",
                  "regex whose group 1 is the score; its last match in a reply counts"),
     "words": O({}, "words that pattern's group 1 may be, and the scores that they stand for: {'yes': 1, 'no': 0}; case does not count"),

@@ -38,7 +38,7 @@ NOT_YET = (
     (r"quanti[sz].*|load_in_[48]bit|fp8|int8|int4|nf4|awq|gptq|bnb.*|bitsandbytes",
      "of quantised weights there is the frozen base of adapters, lora.base=int8 or nf4; train.matmul rounds what layers "
      "multiply to int8 or fp8; train.compute_dtype and rollout.dtype choose among bf16, fp16 and fp32"),
-    (r"images?|image_(?!column$|marker$|root$|min_pixels$|max_pixels$|decode_limit$|tokens$).*|vision.*|vlm|multimodal"
+    (r"images?|image_(?!column$|marker$|root$|min_pixels$|max_pixels$|decode_limit$|tokens$|features$|cache_gb$).*|vision.*|vlm|multimodal"
      r"|pixel_.*",
      "images are read from the column data.image_column, and sizes set by data.image_min_pixels and data.image_max_pixels "
      "(docs/guides/vision.md)"),

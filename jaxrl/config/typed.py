@@ -298,7 +298,7 @@ class Reward_Judge(Group):
     prompt_file: str
     rubric: str
     rubric_column: str
-    images: bool
+    show_images: bool
     pattern: str
     words: Any
     lowest: float

@@ -96,7 +96,8 @@ def _train_rows(config, bad, rows=None, images=None):
     pairs = recipe_of(config).pairs
 
     def prompt(row):
-        own = holdout_prompt(row, data, images is not None) if pairs else row.get(prompt_column(row, data.prompt_column))
+        own = row.get(prompt_column(row, data.prompt_column))
+        own = holdout_prompt(row, data, images is not None) if pairs else own
         return [own, *([row.get(images.column_of(row))] if images else [])]
 
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))

@@ -54,7 +54,7 @@ class PairReader(Reader):
         return super().images_in(self._plain(row)[0], where)
 
     def _plain(self, row: dict) -> tuple[dict, str | dict | None]:
-        """Returns (a row with a prompt and the chosen completion, the rejected one) of a pair, (row, None) of others."""
+        """Returns (a row with prompt and chosen completion, the rejected one) of a pair; (row, None) of others."""
         data = self.data
         plain = {name: row[name] for name in row if name not in (data.chosen_column, data.rejected_column)}
         if not is_pair(row, data):

@@ -86,7 +86,8 @@ def settle(m: Migration, key: str) -> None:
         if recipe in ("rl", "distill") and not squares:
             _sampler(m, "which has this family with its tower alone")
         return
-    why = {"rl": "", "sft": ""}.get(recipe, f"jobs of run.recipe={recipe} with images are trained here and not translated yet")
+    why = f"jobs of run.recipe={recipe} with images are trained here and not translated yet"
+    why = "" if recipe in ("rl", "sft") else why
     if m.options.get("algorithm.advantage", ("",))[0] == "gae":
         why = "critics that see are trained here and not translated yet"
     if why:

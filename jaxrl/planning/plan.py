@@ -27,8 +27,8 @@ from jaxrl.planning import asynchrony, compiling, fit, gpu_devices, memory, roof
 from jaxrl.planning.case import ASLEEP, Case, alone, case_of, open_case
 from jaxrl.planning.report import gib, table
 from jaxrl.resolve.spec import resolve
-from jaxrl.rollout import engine_row
 from jaxrl.roles.kept_features import keeps_features
+from jaxrl.rollout import engine_row
 from jaxrl.sharding import ROLLOUT_RULES, targets
 
 log = logging.getLogger("jaxrl")

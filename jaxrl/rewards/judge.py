@@ -144,7 +144,7 @@ class Judge(Service):
 
 
 class SeeingJudge(Judge):
-    """A Judge that is shown the images of the row (reward.judge.images)."""
+    """A Judge that is shown the images of the row (reward.judge.show_images)."""
 
     async def __call__(self, prompts, completions, images=None, **columns):
         return await super().__call__(prompts, completions, images=images, **columns)
@@ -177,7 +177,8 @@ def prompt_text(prompt) -> str:
         parts = message.get("content")
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             return parts
-        return "".join(f"[image {next(numbers)}]" if part.get("type") == "image" else str(part.get("text")) for part in parts)
+        return "".join(f"[image {next(numbers)}]" if part.get("type") == "image" else str(part.get("text"))
+                       for part in parts)
 
     return "\n\n".join(f"{m.get('role')}: {content(m)}" if isinstance(m, dict) else str(m) for m in prompt)
 
@@ -196,4 +197,4 @@ def unknown_names(prompt: str) -> list[str]:
 
 def make(o: dict, place: dict) -> Judge:
     """Returns the reward of a judge's options and its service's place."""
-    return (SeeingJudge if o.get("images") else Judge)(o, place)
+    return (SeeingJudge if o.get("show_images") else Judge)(o, place)

@@ -80,8 +80,8 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
         shared = {option: value for option, value in o.items() if option not in PLACE_OPTIONS}
         if kind == "judge":
             shared |= {"prompt": judge_prompt(o), "digest": ""}
-            if not o["images"]:  # the key of a job of text
-                del shared["images"]
+            if not o["show_images"]:  # the key of a job of text
+                del shared["show_images"]
             place["cache"] = _cache(o["cache"], config.run.dir)
             if not o["servers"]:
                 if name not in servers:

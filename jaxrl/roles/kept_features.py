@@ -1,5 +1,5 @@
-"""Features of images under a tower that does not train: made once per image, kept in host memory, and read by all passes
-of the policy and of a reference that begins as the policy (train.image_features).
+"""Features of images under a tower that does not train: made once per image, kept in host memory, and read by all
+passes of the policy and of a reference that begins as the policy (train.image_features).
 
 roles.role.Policy makes one. Roles with a tower of their own (critic, teacher, reward model) and the sampler compute
 their features anew.
@@ -27,7 +27,7 @@ log = logging.getLogger("jaxrl")
 
 
 def keeps_features(config, model) -> bool:
-    """Whether a job keeps features: its model has a tower of which nothing trains, and no option asks for fresh ones."""
+    """Whether a job keeps features: nothing of its model's tower trains, and no option asks for fresh ones."""
     if model.config.vision is None or config.train.image_features == "fresh":
         return False
     names = ["/".join(entry.path) for entry in model.entries if entry.path[0] == "vision"]

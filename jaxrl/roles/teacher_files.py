@@ -11,7 +11,7 @@ A folder of safetensors files, each of which holds n sequences with t loss token
 
 and, as text in its metadata: vocabulary (teachers.vocabulary), temperature, teacher (a name, for people), sha256 (of
 the bytes of the four arrays, one after the other; checked when the file is opened). The key is a hash of token ids, so
-another template, tokenizer or system prompt gives another key, and so does another picture; a missing key is an error.
+another template, tokenizer, system prompt or picture gives another key; a missing key is an error.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class TeacherFiles:
             logprobs[at] = file.get_slice("logprobs")[start:end][:, :self.top]
         if missing:
             raise ConfigError(f"teacher.files={self.folder!r}: {len(missing)} of this step's {len(traj.lengths)} rows "
-                              "are missing: the files were written for other rows or images, another template or another "
-                              "distill.on_prompt; write them again with teacher.save")
+                              "are missing: the files were written for other rows or images, another template or "
+                              "another distill.on_prompt; write them again with teacher.save")
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
     def close(self) -> None:

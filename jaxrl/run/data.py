@@ -119,10 +119,10 @@ def check_controls(spec, eval_sets: dict) -> None:
 def check_judges(spec, images: ImageSource | None) -> None:
     """Raises ConfigError for a judge that is shown images, which no row has."""
     for name, (kind, o) in service_options(spec.reward).items():
-        if kind == "judge" and o["images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
+        if kind == "judge" and o["show_images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
                 images is None or not images.used):
-            raise ConfigError(f"the judge {name!r} has images=True (reward.judge.images), and no row has an image; "
-                              "leave it out")
+            raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and no row has an "
+                              "image; leave it out")
 
 
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:

@@ -24,8 +24,8 @@ USER, GOOD, BAD = ({"role": "user", "content": IMAGES}, {"role": "assistant", "c
                    {"role": "assistant", "content": [{"type": "text", "text": OTHER}]})
 FORMS = {
     "a column": {"images": [FIRST, SECOND], "prompt": f"<image>{ASK}<image>", "chosen": SAY, "rejected": OTHER},
-    "messages": {"images": [FIRST, SECOND], "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASK}, {"type": "image"}]}],
-                 "chosen": [GOOD], "rejected": [BAD]},
+    "messages": {"images": [FIRST, SECOND], "chosen": [GOOD], "rejected": [BAD],
+                 "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASK}, {"type": "image"}]}]},
     "both with the prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "a prompt beside them": {"prompt": ASK, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "in memory": {"chosen": [{"role": "user", "content": [{**IMAGES[0], "image": FIRST.copy()}, *IMAGES[1:]]}, GOOD],
@@ -61,7 +61,8 @@ def test_every_form_of_a_pair_gives_the_same_row(form, recipe, tmp_path):
 
 @pytest.mark.parametrize("changed, message", [
     ({"chosen": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "completion holds an image: models write text alone"),
-    ({"rejected": [{"role": "user", "content": [*IMAGES[:2], {"type": "image", "image": png(FIRST)}]}, BAD]}, "the messages before the completion differ"),
+    ({"rejected": [{"role": "user", "content": [*IMAGES[:2], {"type": "image", "image": png(FIRST)}]}, BAD]},
+     "the messages before the completion differ"),
     ({"prompt": "how many blue shapes?"}, "are not those of column 'prompt'"),
 ])
 def test_what_is_no_pair_of_one_prompt_is_named(changed, message):

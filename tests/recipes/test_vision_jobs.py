@@ -185,7 +185,8 @@ def test_what_a_teacher_said_belongs_to_its_picture():
 
 def test_models_that_see_other_images_are_refused(tmp_path):
     """A teacher or reward model without a tower, or with one that cuts or normalises otherwise."""
-    images = SimpleNamespace(rule=SimpleNamespace(patch=4, merge=2, frames=2, mean=(0.5,) * 3, std=(0.5,) * 3), mean=(0.5,) * 3, std=(0.5,) * 3, window=0)
+    half = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+    images = SimpleNamespace(rule=SimpleNamespace(patch=4, merge=2, frames=2, **half), **half, window=0)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     assert towers.described(str(tmp_path), None, images)["jaxrl_images"]["depth"] == 2
     assert "jaxrl_images" not in towers.described(str(tmp_path), None)
@@ -204,4 +205,5 @@ def test_models_that_see_other_images_are_refused(tmp_path):
 
 def test_teachers_on_servers_are_refused_with_images(tmp_path):
     with pytest.raises(ConfigError, match=r"the data holds images, and teacher.servers=\('http://localhost:1',\) does not"):
-        jaxrl.train(job("distill", tmp_path, **{"teacher.servers": ("http://localhost:1",), "teacher.path": "x", "teacher.dtype": "bf16", "eval.sets": (), "eval.controls": ()}))
+        jaxrl.train(job("distill", tmp_path, **{"teacher.servers": ("http://localhost:1",), "teacher.path": "x", "teacher.dtype": "bf16",
+                                                "eval.sets": (), "eval.controls": ()}))

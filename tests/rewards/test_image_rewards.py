@@ -158,26 +158,27 @@ def test_a_judge_is_shown_the_images_of_the_row(tmp_path):
 
     def row(*widths):
         files = [base64.b64encode(png_file(width)).decode() for width in widths]
-        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "same as"}, {"type": "image"}, {"type": "text", "text": "?"}]}]
+        parts = [{"type": "image"}, {"type": "text", "text": "same as"}, {"type": "image"}, {"type": "text", "text": "?"}]
+        prompt = [{"role": "user", "content": parts}]
         fields = {"images": files, "image_sizes": [[[16, w], [16, w]] for w in widths]}
         return vars(RewardItem(prompt, "yes", {"answer": "yes"})) | fields
 
     with Scripted(answer) as server:
         given = dict(model="m", servers=(server.url,), cache=str(tmp_path))
         rows = [SimpleNamespace(**row(16, 32)), SimpleNamespace(**row(16, 64)), SimpleNamespace(**row(16, 32))]
-        assert [score for score, _ in service_scores("judge", rows, images=True, **given)] == [0.3, 0.5, 0.3]
+        assert [score for score, _ in service_scores("judge", rows, show_images=True, **given)] == [0.3, 0.5, 0.3]
         assert 2 <= len(server.requests) <= 3  # equal ones may be asked for at once
         assert [score for score, _ in service_scores("judge", rows, **given)] == [0.1] * 3
         c = default_config()
-        c.reward.judge.update({**given, "images": True})
-        options = [find_services(c, {"judge"}, {}).options["judge"], find_services(default_config_of(given), {"judge"}, {}).options["judge"]]
-        assert options[0]["images"] and "images" not in options[1]  # a job of text has the key that it had
+        c.reward.judge.update({**given, "show_images": True})
+        options = [find_services(one, {"judge"}, {}).options["judge"] for one in (c, default_config_of(given))]
+        assert options[0]["show_images"] and "show_images" not in options[1]  # a job of text has the key that it had
         traits = Call("judge", "judge", {"services": {"judge": options[0]}, "places": {"judge": {"urls": [server.url], "cache": "", "key_env": ""}}})
         assert traits.traits()["images"] and traits.batched
     c.reward.functions = ("judge",)
-    for images in (None, SimpleNamespace(used=False)):
-        with pytest.raises(ConfigError, match="the judge 'judge' has images=True .*and no row has an image"):
-            check_judges(c, images)
+    for found in (None, SimpleNamespace(used=False)):
+        with pytest.raises(ConfigError, match="the judge 'judge' has show_images=True .*and no row has an image"):
+            check_judges(c, found)
     check_judges(c, SimpleNamespace(used=True))
 
 

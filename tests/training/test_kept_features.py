@@ -87,8 +87,8 @@ def test_memory_is_bounded_and_too_little_of_it_is_said(caplog):
     assert len(caplog.records) == 1 and "is less than the features of one step's images" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("options, kept", [({}, True), ({"images": "fresh"}, False), ({"frozen": ()}, False), ({"trainable": ("^layer_.*",), "frozen": ()}, True),
-                                           ({"frozen": ("vision/layer_0/.*",)}, False)])
+@pytest.mark.parametrize("options, kept", [({}, True), ({"images": "fresh"}, False), ({"frozen": ()}, False),
+                                           ({"trainable": ("^layer_.*",), "frozen": ()}, True), ({"frozen": ("vision/layer_0/.*",)}, False)])
 def test_only_a_tower_of_which_nothing_trains_is_kept(options, kept):
     assert keeps_features(job_of(model_of(), **options).config, model_of()) == kept
     text = build(cases.TEXT, compute_dtype=jnp.float32, scan_layers=False)

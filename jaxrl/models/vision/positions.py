@@ -83,7 +83,7 @@ def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.nda
 
 
 class Placed(NamedTuple):
-    """An image of a packed row: the row, the indices of its tokens in the row, and the image's patches (or features)."""
+    """An image of a packed row: the row, the indices of its tokens in the row, and its patches (or features)."""
 
     row: int
     columns: np.ndarray

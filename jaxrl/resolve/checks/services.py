@@ -158,9 +158,9 @@ def _judge(where, o) -> list[str]:
         out.append(f"{where}.extra.{taken[0]}: jaxrl says it; leave it out")
     if o["labelled"] and not Path(o["labelled"]).expanduser().is_file():
         out.append(f"{where}.labelled={o['labelled']!r}: no such file")
-    if o["labelled"] and o["images"]:
-        out.append(f"{where}.labelled={o['labelled']!r} with {where}.images: labelled rows are judged by their text; "
-                   "leave one of them out")
+    if o["labelled"] and o["show_images"]:
+        out.append(f"{where}.labelled={o['labelled']!r} with {where}.show_images: labelled rows are judged by their "
+                   "text; leave one of them out")
     return out + _prompt(where, o)
 
 
