@@ -49,6 +49,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_rules import RULES, Keys, images  # noqa: E402
+from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
 from migrate_rules_tunix import tunix  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
@@ -100,9 +101,11 @@ CORPUS = {
             "sft/gsm8k/run_qwen3_5_397b_a17b_megatron", "sft/gsm8k/run_qwen_megatron_fsdp")]),
         ("verl-project/verl", "v0.7.1", "0.7", ["examples/sft/gsm8k/run_qwen3_5_megatron.sh"])],
     "tunix": [("google/tunix", "c7d8950", "0.1.7", [f"examples/{n}" for n in (
-        *(f"rl/grpo/gsm8k/run_{m}.sh" for m in ("gemma2_2b", "gemma3_1b", "gemma3_4b", "gemma_7b", "llama3.1_8b", "qwen3", "qwen3_vllm_disagg")),
+        *(f"rl/grpo/gsm8k/run_{m}.sh" for m in (
+            "gemma2_2b", "gemma3_1b", "gemma3_4b", "gemma_7b", "llama3.1_8b", "qwen3", "qwen3_vllm_disagg")),
         *(f"rl/ppo/gsm8k/run_{m}.sh" for m in ("gemma2_2b", "llama3.1_8b", "qwen3_1.7b")), "rl/grpo/gsm8k/configs/llama3.2_1b.yaml",
-        "rl/ppo/gsm8k/configs/qwen3_1.7b.yaml", "rl/grpo/gsm8k/configs/gemma2_2b.yaml", "rl/ppo/gsm8k/configs/llama3.1_8b.yaml", "sft/mtnt/run_llama3.2_3b.sh")])],
+        "rl/ppo/gsm8k/configs/qwen3_1.7b.yaml", "rl/grpo/gsm8k/configs/gemma2_2b.yaml",
+        "rl/ppo/gsm8k/configs/llama3.1_8b.yaml", "sft/mtnt/run_llama3.2_3b.sh")])],
     "trl": [
         ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (
             "Qwen2.5-1.5B-Instruct/grpo/config_demo", "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo",
@@ -312,6 +315,7 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
             config = load_config(report["config"])
             rules = JOBS.get((system, report["job"])) if report["job"] else (RULES | {"tunix": tunix})[system]
             wrong += differ(images(system, Keys(mine), config, version))
+            wrong += [f"by other rules: {text}" for text in differ(seen(system, Keys(mine), config, version, report, out))]
             if rules:  # of Cosmos-RL's other jobs there are none yet
                 wrong += differ(rules(Keys(mine), config, version))
             report["model"] = config.model.path

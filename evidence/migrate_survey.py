@@ -37,7 +37,7 @@ from jaxrl.migrate.systems import table_of  # noqa: E402
 from jaxrl.resolve.checks.common import check  # noqa: E402
 
 CLONES = (  # repository, its system, version of its newest commit
-    ("NovaSky-AI/SkyRL", "skyrl", "0.3"), ("RLinf/RLinf", "rlinf", "0.3"), ("alibaba/ROLL", "roll", "0.3.0"),
+    ("NovaSky-AI/SkyRL", "skyrl", "0.3"), ("RLinf/RLinf", "rlinf", "0.3"), ("alibaba/ROLL", "roll", "0.3.0"), ("google/tunix", "tunix", "0.1.7"),
     ("huggingface/open-r1", "trl", "0.18"), ("huggingface/trl", "trl", "1.16"), ("inclusionAI/AReaL", "areal", "1.0"),
     ("nvidia-cosmos/cosmos-rl", "cosmos_rl", "0.4.4"), ("verl-project/verl", "verl", "0.9"), ("volcengine/verl", "verl", "0.7"))
 FOLDERS = re.compile(r"(.*/)?(examples|recipes|configs)/")

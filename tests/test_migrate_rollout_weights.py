@@ -22,10 +22,9 @@ def test_it_is_the_policy_gradient_with_weights_masked_outside_of_bounds():
 @pytest.mark.parametrize(("more", "key"), [
     ({"trainer.policy_mini_batch_size": 32}, A + "policy_loss_type"),
     ({"trainer.update_epochs_per_batch": 2}, A + "policy_loss_type"),
-    ({A + "off_policy_correction.sequence_mask_metric": "geometric"}, A + "off_policy_correction.sequence_mask_metric"),
     ({A + "off_policy_correction.tis_ratio_type": "token"}, A + "off_policy_correction.tis_ratio_type"),
 ])
-def test_several_updates_and_a_second_correction_are_refused(more, key):
+def test_several_updates_and_second_weights_are_refused(more, key):
     m = migrated("skyrl", {**JOB, **more})
     assert m.outcome(False) == "refused" and key in [k for k, _, refuse in m.lacking if refuse]
 
@@ -47,3 +46,35 @@ def test_its_gradient_is_the_formulas():
     weight = mismatch_weight(logp, rollout, mask, v["algorithm.mismatch.cap"], action="mask", low=v["algorithm.mismatch.low"])
     got = jax.grad(lambda x: (weight * policy_gradient_loss(x, advantage, mask, old=logp)[0]).mean())(logp)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["geometric", "product"])
+def test_a_mask_of_completions_beside_the_weights_is_the_sources(kind):
+    """stop(r within bounds, else 0) A d log pi on the tokens of completions whose own ratio is within bounds, over all tokens' number."""
+    from jaxrl.algorithms.mismatch import mismatch_weight
+    from jaxrl.algorithms.token_masks import sequence_ratio_mask
+    off = A + "off_policy_correction."
+    m = migrated("skyrl", {**JOB, off + "sequence_mask_metric": kind, off + "geo_mask_low": 0.8, off + "geo_mask_high": 1.2,
+                           off + "product_mask_low": 0.4, off + "product_mask_high": 2.5})
+    v = values(m)
+    assert m.outcome(False) != "refused" and v["algorithm.old_logprobs"] == "recompute" and v["algorithm.mismatch.correction"] == "token_mis"
+    rng = np.random.default_rng(1)
+    logp, gap = rng.normal(-1, 0.5, (40, 6)), rng.normal(0, 0.4, (40, 6))
+    log_ratio = gap.mean(1) if kind == "geometric" else gap.sum(1)
+    low, high = (0.8, 1.2) if kind == "geometric" else (0.4, 2.5)
+    inside = (np.exp(log_ratio) >= low) & (np.exp(log_ratio) <= high)
+    assert 3 < inside.sum() < 37
+    keep = sequence_ratio_mask((logp - gap).ravel(), logp.ravel(), np.ones(240, bool), np.arange(41) * 6,
+                               v["algorithm.sequence_low"], v["algorithm.sequence_high"], v["algorithm.sequence_ratio"] == "geometric")
+    np.testing.assert_array_equal(keep.reshape(40, 6), inside[:, None] & np.ones((40, 6), bool))
+    weight = mismatch_weight(logp, logp - gap, np.ones_like(logp), v["algorithm.mismatch.cap"], action="mask", low=v["algorithm.mismatch.low"])
+    ratio = np.exp(gap)
+    np.testing.assert_allclose(keep.reshape(40, 6) * weight, np.where((ratio >= 0.5) & (ratio <= 2.0) & inside[:, None], ratio, 0), rtol=1e-5)
+
+
+def test_a_mask_of_completions_alone_weighs_nothing():
+    off = A + "off_policy_correction."
+    v = values(migrated("skyrl", {off + "sequence_mask_metric": "geometric", off + "tis_ratio_type": "token"}))
+    assert (v["algorithm.sequence_high"], v["algorithm.sequence_low"], v["algorithm.mismatch.correction"]) == (1.01, 0.99, "token_tis")
+    v = values(migrated("skyrl", {off + "sequence_mask_metric": "product"}))
+    assert (v["algorithm.sequence_high"], v["algorithm.mismatch.correction"]) == (2.0, "none")

@@ -38,6 +38,9 @@ _GRPO = {
     "dppo_low": 0.2,
     "dppo_high": 0.2,
     "m2_threshold": 0.0,  # M2PO: largest mean of squared log-ratios to the sampler; 0 = off
+    "sequence_high": 0.0,  # largest ratio of a completion to the sampler; 0 = off
+    "sequence_low": 0.0,
+    "sequence_ratio": "geometric",
     "cov_share": 0.0,  # Clip-Cov: share of tokens left out; 0 = off
     "cov_low": 1.0,
     "cov_high": 5.0,

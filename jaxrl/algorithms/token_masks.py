@@ -1,4 +1,5 @@
-"""Masks of tokens that get no policy loss because of their rank among all tokens of a step; host numpy, float64.
+"""Masks of tokens that get no policy loss because of their rank among all tokens of a step, or of their completion's
+ratio; host numpy, float64.
 
 The masks are of the whole step's batch and of log-probs known before its first update, so that micro-batches, packing
 and the order of mini-batches change nothing. Masked tokens stay in the denominators.
@@ -53,6 +54,25 @@ def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: 
     return keep
 
 
+def sequence_ratio_mask(behaviour_T, old_T, mask_T, offsets, low: float, high: float, mean: bool):
+    """Returns a mask of whole completions, bool [T]: False on the tokens of those whose ratio of the proximal to the
+    behaviour policy is below `low` or above `high`.
+
+    The ratio is exp of the mean of (old - behaviour) over a completion's tokens in mask_T (`mean`: the geometric mean
+    of its tokens' ratios), or of their sum (their product), in nats, not read outside mask_T. True outside mask_T and
+    where a completion has no such token. SkyRL's sequence_mask_metric, whose masked completions stay in the
+    denominators, too.
+    """
+    mask, offsets = np.asarray(mask_T, bool), np.asarray(offsets, np.int64)
+    gap = np.where(mask, np.asarray(old_T, np.float64) - np.asarray(behaviour_T, np.float64), 0.0)
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    log_ratio = np.bincount(owner, gap, len(offsets) - 1)
+    if mean:
+        log_ratio = log_ratio / np.maximum(np.bincount(owner, mask, len(offsets) - 1), 1)
+    ratio = np.exp(np.clip(log_ratio, -20.0, 20.0))
+    return ((ratio >= low) & (ratio <= high))[owner] | ~mask
+
+
 class StepTokens(NamedTuple):
     """What a token mask sees of a step: T tokens of N completions; completion i owns tokens [offsets[i], offsets[i+1]).
     """
@@ -93,8 +113,15 @@ def _covariance(t: StepTokens):
     return covariance_mask(t.columns["old"], t.columns["advantage"], t.mask, *bounds, seed)
 
 
+def _sequence_ratio(t: StepTokens):
+    o = t.options
+    bounds = o.sequence_low, o.sequence_high, o.sequence_ratio == "geometric"
+    return sequence_ratio_mask(t.columns["behaviour"], t.columns["old"], t.mask, t.offsets, *bounds)
+
+
 TOKEN_MASKS: dict[str, TokenMask] = {  # option below `algorithm` that turns it on -> the mask
     "shared_prefix_tokens": TokenMask(_shared_prefix, "policy/prefix_masked_fraction"),
     "m2_threshold": TokenMask(_second_moment, "policy/m2_masked_fraction", ("behaviour", "old")),
+    "sequence_high": TokenMask(_sequence_ratio, "policy/ratio_masked_fraction", ("behaviour", "old")),
     "cov_share": TokenMask(_covariance, "policy/cov_masked_fraction", ("old", "advantage")),
 }

@@ -63,6 +63,11 @@ ALGORITHM = shared({
     "dppo_high": LossOption(None, "dppo leaves out a token with A > 0 whose probability rose by more than this", float, bound=">0"),
     "m2_threshold": O(None, "M2PO: the tokens with the largest squared log-ratio of trainer to sampler add no policy loss, until the"
                             " mean of the others is below; needs old_logprobs=recompute; 0 = off", float, bound=">=0"),
+    "sequence_high": O(None, "completions whose ratio of trainer to sampler is above this, or below sequence_low, add no policy loss; needs"
+                             " old_logprobs=recompute; 0 = off", float, bound=">=0"),
+    "sequence_low": O(None, "smallest ratio of a completion under sequence_high", float, bound=">=0", needs="algorithm.sequence_high"),
+    "sequence_ratio": O(None, "a completion's ratio of sequence_high: the geometric mean of its tokens', or their product", str,
+                        ("geometric", "product"), needs="algorithm.sequence_high"),
     "cov_share": O(None, "Clip-Cov: share of a step's tokens that add no policy loss, drawn among those whose covariance of log-prob"
                          " and advantage lies between cov_low and cov_high; 0 = off", float, bound="0..1"),
     "cov_low": O(None, "smallest covariance that cov_share draws from", float, needs="algorithm.cov_share"),

@@ -401,6 +401,9 @@ class Algorithm(Group):
     dppo_low: float
     dppo_high: float
     m2_threshold: float
+    sequence_high: float
+    sequence_low: float
+    sequence_ratio: str
     cov_share: float
     cov_low: float
     cov_high: float

@@ -114,13 +114,13 @@ def settle(m: Migration, key: str) -> None:
 def _in_turns(m: Migration) -> None:
     """Gives an episode room for a picture in every turn, as far as its length allows."""
     turns = m.options.get("env.max_turns", (8,))[0]
-    both = m.options.get("data.max_prompt_tokens", (512,))[0] + turns * m.options.get("rollout.max_new_tokens", (512,))[0]
-    whole = m.options.get("train.max_sequence_tokens", (0,))[0] or both
+    prompt, new = (m.options.get(o, (512,))[0] for o in ("data.max_prompt_tokens", "rollout.max_new_tokens"))
+    whole = m.options.get("train.max_sequence_tokens", (0,))[0] or prompt + turns * new
     room = max(min(m.image_tokens * turns, whole * 3 // 4), 1)
     m.set("env.image_tokens", room, *m.options.get("env.max_turns", (0, ()))[1])
     m.needs(
-        f"env.image_tokens={room}: the most image tokens of an episode, its row's images and those of {turns} turns, by "
-        "estimate; an episode that shows more ends as one that is too long: set what yours shows"
+        f"env.image_tokens={room}: the most image tokens of an episode, its row's images and those of {turns} turns, "
+        "by estimate; an episode that shows more ends as one that is too long: set what yours shows"
     )
 
 

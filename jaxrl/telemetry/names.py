@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_mean", "mean ratio of current to proximal policy, by token, sequence or geometric mean as algorithm.ratio"),
     Metric("policy/sequence_masked_fraction", "share of tokens in completions that algorithm.mismatch.sequence_delta drops"),
     Metric("policy/<mask>_masked_fraction", "share of tokens that a token mask leaves out: prefix (algorithm.shared_prefix_tokens), m2"
-           " (algorithm.m2_threshold), cov (algorithm.cov_share)"),
+           " (algorithm.m2_threshold), ratio (algorithm.sequence_high), cov (algorithm.cov_share)"),
     Metric("policy/kl_in_reward", "mean KL per token that was subtracted from the rewards (dpo: of which its log-ratios are the sums)"),
     Metric("policy/entropy_coef", "coefficient of the entropy bonus"),
     Metric("policy/positive_nll", "mean negative log-likelihood per token of completions that pass"),

@@ -434,6 +434,23 @@ def test_tokens_far_from_the_sampler_or_of_high_covariance_are_left_out():
     assert (packed_weights({**own, **options, "algorithm.cov_high": 50.0, "algorithm.cov_share": 0.05}, batch, columns)["policy"] == 0).sum() == 1
 
 
+def test_completions_far_from_the_sampler_are_left_out_whole():
+    """By the geometric mean or the product of their tokens' ratios; they keep their place in the denominators."""
+    batch, *_ = batch_of({}, lambda g, k: [k] * 4)
+    traj = batch.traj
+    scored = np.flatnonzero(traj.loss_mask)
+    owner = np.repeat(np.arange(len(traj.spans) - 1), np.diff(traj.spans))[scored]
+    gap = np.zeros(len(traj.tokens))
+    gap[scored[owner == 1]] = [0.4, 0.0, 0.0, 0.0]  # mean ratio exp(0.1), product exp(0.4)
+    gap[scored[owner == 2]] = -0.2
+    columns = {"behaviour": -gap, "old": np.zeros(len(gap)), "advantage": np.zeros(len(gap))}
+    own = {"algorithm.old_logprobs": "recompute", "algorithm.sequence_high": 1.2}
+    for more, out in (({}, ()), ({"algorithm.sequence_low": 0.9}, (2,)), ({"algorithm.sequence_ratio": "product"}, (1,)),
+                      ({"algorithm.sequence_ratio": "product", "algorithm.sequence_low": 0.5}, (1, 2)), ({"algorithm.sequence_high": 1.05}, (1,))):
+        weights = packed_weights({**own, **more}, batch, columns)["policy"]
+        np.testing.assert_allclose(weights, np.where(np.isin(owner, out), 0, 1 / len(scored)))
+
+
 # -- one update --------------------------------------------------------------------------------------------------------
 
 

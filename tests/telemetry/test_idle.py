@@ -31,6 +31,7 @@ def warnings(watch: IdleMechanisms, metric: str, values) -> list[tuple[int, str]
     (dict(entropy_target=0.2), "policy/entropy_coef", "entropy_target=0.2"),
     (dict(shared_prefix_tokens=4), "policy/prefix_masked_fraction", "shared_prefix_tokens=4"),
     (dict(preset="m2po"), "policy/m2_masked_fraction", "m2_threshold=0.04"),
+    (dict(old_logprobs="recompute", sequence_high=1.2), "policy/ratio_masked_fraction", "sequence_high=1.2"),
     (dict(preset="clip_cov"), "policy/cov_masked_fraction", "cov_share=0.0002"),
     (dict(kl__coef=0.1), "policy/kl", "kl.coef=0.1"),
     (dict(preset="gigpo"), "advantage/anchored_fraction", "advantage=gigpo"),

@@ -137,11 +137,12 @@ TABLE = Table(
             K(_OFF + "sequence_mask_metric", "equivalent", other="geometric"),
             K(_OFF + "geo_mask_low", "equivalent", default=0.99, other=0.9, beside={_OFF + "sequence_mask_metric": "geometric"}),
             K(_OFF + "geo_mask_high", "equivalent", default=1.01, other=1.1, beside={_OFF + "sequence_mask_metric": "geometric"}),
+            *(K(_OFF + "product_mask_" + n, "equivalent", default=d, other=o, beside={_OFF + "sequence_mask_metric": "product"}) for n, d, o in (
+                ("low", 0.5, 0.4), ("high", 2.0, 3.0))),
             *(K(_OFF + n, "equivalent") for n in ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
                                                   "token_mask_is_threshold_low", "token_mask_is_threshold_high")),
             K(ALGO + "use_tis", "equivalent", default=False, other=True, beside={ALGO + "tis_imp_ratio_cap": 2.0}),
             K(ALGO + "tis_imp_ratio_cap", "equivalent", default=-1.0, other=3.0, beside={ALGO + "use_tis": True})), meaning.mismatch),
-        K(_OFF + "product_mask_*", "inert", why="read by the mask of products alone"),
         Joint("filtering", (
             K(ALGO + "dynamic_sampling.type", "equivalent", other="filter"),
             K(ALGO + "dynamic_sampling.max_sample_batches", "equivalent", default=30, other=10,

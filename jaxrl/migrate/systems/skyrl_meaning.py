@@ -284,22 +284,15 @@ def mismatch(m: Migration):
     if m.options.get("algorithm.old_logprobs", ("", ()))[0] == "rollout":
         m.set("algorithm.mismatch.correction", "none", o + "tis_ratio_type")
         return
+    if mask in ("geometric", "product"):
+        low, high = (f"{o}{'geo' if mask == 'geometric' else 'product'}_mask_{side}" for side in ("low", "high"))
+        m.set("algorithm.sequence_ratio", mask, o + "sequence_mask_metric")
+        m.set("algorithm.sequence_low", float(m.number(low)), low)
+        m.set("algorithm.sequence_high", float(m.number(high)), high)
+        m.set("algorithm.old_logprobs", "recompute", o + "sequence_mask_metric")
     if m.text(ALGO + "policy_loss_type") == "rollout_is":
-        if mask or ratio:
-            own = o + ("sequence_mask_metric" if mask else "tis_ratio_type")
-            m.lacks(own, "one correction at a time, and rollout_is is one", refuse=True)
-        return
-    if mask and ratio or mask == "product":
-        m.lacks(
-            o + "sequence_mask_metric",
-            "one correction at a time: token or sequence weights, or a geometric mask",
-            refuse=True,
-        )
-    elif mask == "geometric":
-        m.set("algorithm.mismatch.correction", "geometric_mis", o + "sequence_mask_metric")
-        m.set("algorithm.mismatch.low", m.number(o + "geo_mask_low"), o + "geo_mask_low")
-        m.set("algorithm.mismatch.cap", m.number(o + "geo_mask_high"), o + "geo_mask_high")
-        m.differs("sequences that the geometric mask keeps are also weighed by their ratio, within its bounds")
+        if ratio:
+            m.lacks(o + "tis_ratio_type", "weights beside those of rollout_is", refuse=True)
     elif ratio in ("token", "sequence"):
         m.set("algorithm.mismatch.correction", f"{ratio}_tis", key)
         m.set("algorithm.mismatch.cap", m.number(cap), cap)

@@ -185,6 +185,9 @@ def _ratios(cfg, v):
         if value and "old" in mask.columns and v["old_logprobs"] != "recompute":
             out.append(f"algorithm.{name}={value} with algorithm.old_logprobs={v['old_logprobs']}: it reads "
                        "the trainer's log-probs before the update; set algorithm.old_logprobs=recompute")
+    if v["sequence_high"] and v["sequence_low"] >= v["sequence_high"]:
+        high = f"algorithm.sequence_high={v['sequence_high']}"
+        out.append(f"algorithm.sequence_low={v['sequence_low']}: must be below {high}")
     if v["cov_low"] >= v["cov_high"]:
         out.append(f"algorithm.cov_low={v['cov_low']}: must be below algorithm.cov_high={v['cov_high']}")
     return out
@@ -225,7 +228,8 @@ def _temperature(cfg, v):
     own = cfg.algorithm.temperature
     if not own or own == cfg.rollout.temperature:
         return []
-    reads = {"mismatch.correction": "none", "mismatch.sequence_delta": 0, "m2_threshold": 0, "sampled_support": False}
+    reads = {"mismatch.correction": "none", "mismatch.sequence_delta": 0, "m2_threshold": 0, "sequence_high": 0,
+             "sampled_support": False}
     v = {**v, "sampled_support": cfg.algorithm.sampled_support}
     found = [name for name, off in reads.items() if v[name] != off]
     found += ["old_logprobs"] * (v["old_logprobs"] == "rollout")
