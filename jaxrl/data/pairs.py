@@ -75,9 +75,7 @@ def is_pair(row: dict, data) -> bool:
 
 
 def split_pair(row: dict, data) -> tuple:
-    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError.
-
-    data: config.data, which names the columns."""
+    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError."""
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
             raise missing_column(row, data[option], f"data.{option}")
@@ -112,9 +110,7 @@ def _answer(messages, name: str) -> tuple[list[dict], str | dict]:
 
 
 def holdout_prompt(row: dict, data):
-    """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read.
-
-    data: config.data, which names the columns."""
+    """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read."""
     if row.get(data.prompt_column) is not None or not is_pair(row, data):
         return row.get(prompt_column(row, data.prompt_column))
     try:

@@ -282,8 +282,8 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False,
     Verdicts are kept in a file by device kind, jax, kernel source and case, so that a kernel is looked at once.
 
     Args:
-      heads, softcap, sinks: of the model's attention.
-      memory: the file; None: nothing is kept."""
+      memory: the file; None: nothing is kept.
+    """
     def looked(name):
         found = [packed_attention(name, dtype, heads, softcap, sinks)]
         if name in cached.ORDERS[platform()]:

@@ -72,8 +72,7 @@ def shape_of(micro, patches) -> tuple[int, int, int]:
 def batch(job, shape, columns, weights, routes: int = 0) -> PackedBatch:
     """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length, patches of a row; 0 = no image). columns: as
     returned by `columns`.
-
-    weights: names of loss terms. routes: expert ids per token, 0 = no replay."""
+    """
     rows, length, patches = shape
     where = sharding.batch_sharding(job.mesh)
     array = lambda dtype, more=(): jax.ShapeDtypeStruct((rows, length, *more), dtype, sharding=where)  # noqa: E731

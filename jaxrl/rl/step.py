@@ -147,11 +147,11 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
     Changes only the critic's running statistics of returns.
 
     Args:
-      roles: whose log-probs and values are computed.
       batch: rl.rollouts.Batch. layout: of `lay_out`.
 
     Returns:
-      Prepared, whose columns are what `learn` packs."""
+      Prepared, whose columns are what `learn` packs.
+    """
     critic, traj, values = roles.critic, batch.traj, None
     columns = roles.columns(traj, layout.score)
     if critic is not None:
@@ -208,8 +208,8 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
     """Runs the policy's optimizer steps on one batch; returns the metrics of each, which stay on the device.
 
     Args:
-      prepared: of `prepare`.
-      policy: roles.role.Policy. meanwhile: called after each optimizer step was dispatched."""
+      policy: roles.role.Policy. meanwhile: called after each optimizer step was dispatched.
+    """
     traj, a, pending = batch.traj, spec.algorithm, []
     weigh = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:

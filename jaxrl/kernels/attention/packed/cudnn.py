@@ -74,8 +74,7 @@ def one_sequence(shape, ids: Ids):
 
     So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
     completion behind it, whose prefix is the prompt.
-
-    shape: (B, L)."""
+    """
     q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL = ids
     at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
