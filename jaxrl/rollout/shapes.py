@@ -51,7 +51,9 @@ class Shapes:
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
         new tokens of each.
       patches: most patches of a prompt's images; 0 = prompts are text. See `patch_room`.
-    """
+
+    decode_steps: tokens per chunk, at most. end_columns: end tokens of a request, at most. max_total: tokens of a
+    sequence, at most."""
 
     slot_counts: tuple[int, ...]
     prompt_lengths: tuple[int, ...]

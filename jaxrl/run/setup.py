@@ -57,7 +57,9 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 
 @dataclasses.dataclass
 class Job:
-    """The fixed parts of a run; parameters are in the TrainState of its roles."""
+    """The fixed parts of a run; parameters are in the TrainState of its roles.
+
+    config: Spec. eos_ids: end-of-text tokens. row_shapes: RowShapes of updates. compute_dtype: of the forward pass."""
 
     config: Any
     run_dir: Path

@@ -59,7 +59,9 @@ def check_version(text: str, where: str) -> str:
 
 
 class VllmInstallation(NamedTuple):
-    """The vLLM that an interpreter starts."""
+    """The vLLM that an interpreter starts.
+
+    version: its text, such as "0.11.0"."""
 
     version: str
     cpu: bool  # the build for CPUs
@@ -259,7 +261,9 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 class Control:
     """Client of the endpoints of one vLLM server apart from generation. Every call has a deadline in seconds.
 
-    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines."""
+    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines.
+
+    url: of the server. key: its API key, "" = none. deadline: seconds of a call."""
 
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
