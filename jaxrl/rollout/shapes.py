@@ -76,7 +76,7 @@ class Shapes:
 
     @functools.cached_property
     def lengths_of(self) -> dict[int, tuple[int, ...]]:
-        """Slot count -> cache lengths that a decode program of so many slots may read."""
+        """Slot count -> cache lengths that a decode program of that many slots may read."""
         return {count: decode_lengths(count, self.slots, self.cache_lengths) for count in self.slot_counts}
 
     @property

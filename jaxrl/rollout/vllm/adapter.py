@@ -189,7 +189,7 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
     """Returns the JSON body of a generate request.
 
     Args:
-      end_ids: token ids that end every completion, beside the request's own stop tokens.
+      end_ids: token ids that end every completion, besides the request's own stop tokens.
       seeded: whether the request's seed is sent. stream: whether tokens come as they are sampled.
       model: name of the adapter to sample from; "" = the base."""
     s = request.sampling
