@@ -23,7 +23,7 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
 
     and without `delta` S <- exp(g) S + k (beta v)^T, which is Mamba-2 with k = B, q = C, v = x and beta = Delta.
 
-    A sequence begins with zeros; a completion of a shared prompt begins with the state after the prompt; the first
+    A sequence begins with zeros; a completion of a shared prompt begins with the state behind the prompt; the first
     token of a row that continues (chunks_of) with `state`. A token's output depends on its own sequence alone, to the
     bit within one program. Padding changes nothing, whatever it holds, and has output 0.
 
@@ -35,11 +35,11 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
       chunks: of chunks_of, for these rows.
       state_BxGxKxV: where rows that continue begin; None = zeros.
       implementation: "auto" (the first of the platform's ORDERS that serves the call) or a name in IMPLEMENTATIONS; xla
-        runs if tpu cannot serve the call, and the reason is logged once.
+        stands behind tpu where that cannot serve the call, and the reason is logged once.
       delta: whether what the state returns for a token's key is taken off before its value is written.
 
     Returns:
-      out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, after the last token of each row that enters it.
+      out_BxLxGxV in v's dtype; state_BxGxKxV in fp32 or better, behind the last token of each row that enters it.
       Sums and the state are fp32 or better. Rows whose chunks do not fit (chunks_of) are NaN.
 
     Raises ValueError: unknown implementation, or G not a multiple of H.
