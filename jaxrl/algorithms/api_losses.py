@@ -30,7 +30,7 @@ class ApiLoss(NamedTuple):
 
     Attributes:
       number: how a token names it in the column "loss".
-      tensors: names of the inputs that it needs beside the target tokens.
+      tensors: names of the inputs that it needs besides the target tokens.
       thresholds: names of its one or two options, "low" and "high" of token_losses, with their defaults; None = has to
         be given.
     """

@@ -85,7 +85,9 @@ class SaveTimeout(SavesFailed):
 
 
 class Chosen(NamedTuple):
-    """A complete checkpoint whose arrays have not been read yet."""
+    """A complete checkpoint whose arrays have not been read yet.
+
+    step: completed steps. host: the JSON-able values that were saved with it. path: its folder."""
 
     step: int
     host: dict
@@ -93,7 +95,9 @@ class Chosen(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint."""
+    """A restored checkpoint.
+
+    step: completed steps. host: the JSON-able values that were saved with it. path: its folder."""
 
     step: int
     arrays: Any   # the requested structure, every leaf bitwise as saved

@@ -31,7 +31,9 @@ HUB = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(@(?P<branch>[^/]+))?/?(?P<belo
 class Hub:
     """hf://OWNER/NAME[@BRANCH][/FOLDER]: a model repository, created if necessary. Credentials (HF_TOKEN, `hf auth
     login`) and server ($HF_ENDPOINT) are the hub library's.
-    """
+
+    url: such an address. private: whether a repository that has to be created is private. Raises ConfigError for
+    another address."""
 
     def __init__(self, url: str, private: bool):
         found = HUB.fullmatch(url)
@@ -67,7 +69,9 @@ class Hub:
 
 
 class Store:
-    """A prefix of a file system that fsspec knows, with that store's credentials."""
+    """A prefix of a file system that fsspec knows, with that store's credentials.
+
+    url: such a prefix, s3://bucket/folder. Raises ConfigError if fsspec cannot open it."""
 
     def __init__(self, url: str):
         try:

@@ -92,10 +92,10 @@ class Cache:
     """Reads and writes the cache entry of one data set.
 
     Args:
+      config, tokenizer: of the job; the options that decide the content are part of the entry's key.
       tables: the rows before tokenization.
       numbers: row numbers in use, None for all.
-      how: further values that decide the content; see `loading._load`.
-    """
+      how: further values that decide the content; see `loading._load`."""
 
     def __init__(self, config, tokenizer, tables, numbers, **how):
         folder = config.data.cache
@@ -199,7 +199,9 @@ class CachedRows(Tables):
 
 
 class KnownDigest:
-    """A hash whose value was computed earlier; has `hexdigest` only."""
+    """A hash whose value was computed earlier; has `hexdigest` only.
+
+    text: the hash in hex."""
 
     def __init__(self, text: str):
         self._text = text

@@ -166,12 +166,12 @@ class Reader:
     """Reads rows according to `data.*`; calling it with a raw row returns a Row.
 
     Args:
+      config: of the job. tokenizer: the job's, with a chat template or without.
       targets: whether rows have a completion to train on: 'none', 'optional' or 'required'.
       tools: as for Template.
 
     Attributes:
-      images: the job's ImageSource; None reads no images.
-    """
+      images: the job's ImageSource; None reads no images."""
 
     images: ImageSource | None = None
 

@@ -30,8 +30,8 @@ class Demonstrations:
     template cannot render them.
 
     Args:
-      images: what the model's family writes for an image; None = rows hold text.
-    """
+      config, tokenizer: of the job. tools: JSON schemas passed to the chat template.
+      images: what the model's family writes for an image; None = rows hold text."""
 
     def __init__(self, config, tokenizer, tools=(), images: ImageTokens | None = None):
         self.config, self.tokenizer, self.images = config, tokenizer, images

@@ -28,7 +28,8 @@ class Mixture:
 
     Has the attributes of a Dataset, combined. Its Examples carry their source and the names of the reward functions
     that score them.
-    """
+
+    parts: name of a source -> its Dataset. rewards: name -> names of the reward functions that score its rows."""
 
     def __init__(self, parts: dict[str, Dataset], rewards: dict[str, tuple[str, ...]]):
         self.parts, self.name = parts, "train"

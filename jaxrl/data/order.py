@@ -106,11 +106,11 @@ class Windows:
     shuffled, epoch after epoch.
 
     Args:
+      seed: of the shuffles. name: of the data set, for messages.
       stages: (first position, lowest, highest); the first stage begins at 0.
 
     Raises:
-      ConfigError: a window has no rows.
-    """
+      ConfigError: a window has no rows."""
 
     def __init__(self, difficulty: np.ndarray, seed, stages: Sequence[tuple[int, float, float]],
                  name: str = "the data"):

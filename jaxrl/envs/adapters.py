@@ -89,7 +89,8 @@ class ToolRunner(EpisodeRunner):
     """Runs env.tools and env.mcp: the row's prompt, then tool calls and replies, until a turn has no calls.
 
     Servers start once per episode, or once per worker with env.mcp_session=worker.
-    """
+
+    setup: the pool's first message to a worker. Raises LoadError if a tool cannot be loaded."""
 
     name = "episode"
 
@@ -149,7 +150,9 @@ class StepRunner(EpisodeRunner):
 
     Each episode gets a new object; its `close()`, if any, is called at the end. The score is the sum
     of the steps' rewards.
-    """
+
+    make: makes an object. spec: its import path, for messages. options: keyword arguments of make. max_turns:
+    env.max_turns."""
 
     name = "making it"
 

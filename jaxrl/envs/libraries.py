@@ -154,7 +154,9 @@ def _render_modes(gymnasium, spec) -> list[str]:
 
 
 class Arena:
-    """One textarena game with one player. The observation is what the game has written since the last turn."""
+    """One textarena game with one player. The observation is what the game has written since the last turn.
+
+    name: of the game. options: of textarena.make."""
 
     def __init__(self, name: str, options: dict):
         import textarena

@@ -122,7 +122,9 @@ class Server:
 
 class McpTool(Tool):
     """A tool of an MCP server, which checks its arguments. images: whether images in its results are shown to the
-    model."""
+    model.
+
+    server: where it runs. schema: {"type": "function", "function": ...}."""
 
     def __init__(self, server: Server, schema: dict, images: bool = False):
         self.schema, self.name = schema, schema["function"]["name"]
@@ -299,7 +301,9 @@ class Stdio:
 class Http:
     """Connection to an MCP server by streamable HTTP: each message is a POST, answered by JSON or an event stream.
 
-    With a session if the server has them."""
+    With a session if the server has them.
+
+    url: the server's endpoint."""
 
     def __init__(self, url: str):
         self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None

@@ -47,7 +47,8 @@ class ChatRequest:
       tools: JSON schemas.
       max_tokens: 0 for no limit of its own.
       usage: whether a stream ends with token counts.
-    """
+
+    stop: texts that end the completion. stream: whether it comes in pieces. model: the name that replies repeat."""
 
     messages: list[dict]
     tools: list[dict]

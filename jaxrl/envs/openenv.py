@@ -70,6 +70,7 @@ class OpenEnv:
     docs/guides/environments.md.
 
     Args:
+      options: env.options of openenv.
       servers: URLs, tried in turn from number `turn` on while they are full. fields: those of an action, from the
         server's schema.
       patience: seconds to wait for a free session."""

@@ -29,7 +29,9 @@ THINGS: dict[str, list[tuple[str, Colour, float]]] = {
 
 
 class Canvas:
-    """A picture to draw on, RGB, in one colour at first. height, width: in pixels."""
+    """A picture to draw on, RGB, in one colour at first. height, width: in pixels.
+
+    ground: its colour, (red, green, blue) in 0..255."""
 
     def __init__(self, height: int, width: int, ground: Colour):
         self.height, self.width, self.pixels = height, width, bytearray(bytes(ground) * (height * width))

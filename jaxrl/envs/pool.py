@@ -44,7 +44,9 @@ EVENT_KEYS = {  # keys of each event's data
 
 @dataclasses.dataclass
 class Event:
-    """An event of an episode. See `EpisodePool.events`."""
+    """An event of an episode. See `EpisodePool.events`.
+
+    id: of the episode. kind: send, done or failed. data: a dict by kind."""
 
     id: str
     kind: str
@@ -93,7 +95,9 @@ def remote_process(pool: EpisodePool):
 
 
 class Worker:
-    """A worker process and the episodes it runs."""
+    """A worker process and the episodes it runs.
+
+    pool: whose worker it is; starts the process."""
 
     def __init__(self, pool: EpisodePool):
         self.process = pool.launch(pool)

@@ -56,7 +56,8 @@ class EpisodeCancelled(BaseException):
 class Seats:
     """Shared memory of a worker and the pool: per seat the time (time.monotonic) since which its code runs, 0 if it
     does not; last, the loop's heartbeat.
-    """
+
+    fd: descriptor of the shared file, Seats.BYTES long."""
 
     BYTES = 8 * (EPISODES_PER_WORKER + 1)
 
@@ -88,7 +89,9 @@ class RemoteSeats:
 
 
 class GlobalRandom:
-    """The global random state of `random` and numpy as one episode sees it, independent of draws by others."""
+    """The global random state of `random` and numpy as one episode sees it, independent of draws by others.
+
+    seed: with which the episode's state begins."""
 
     def __init__(self, seed: int):
         self._seed, self._python, self._numpy = seed, None, None
@@ -326,7 +329,9 @@ async def _awaited(awaitable):
 
 
 class TimedCoroutine:
-    """A coroutine whose every step is recorded as its episode's in the shared table."""
+    """A coroutine whose every step is recorded as its episode's in the shared table.
+
+    running: the episode's Attempt. coroutine: awaitable that is run."""
 
     def __init__(self, running: Attempt, coroutine):
         self._running, self._coroutine = running, coroutine

@@ -44,8 +44,9 @@ class Collective:
 
 
 def read(text: str, per_host: int) -> list[Collective]:
-    """Returns the collectives of a compiled program. `per_host`: devices with neighbouring numbers that share a host.
-    """
+    """Returns the collectives of a compiled program, of its HLO text.
+
+    per_host: devices with neighbouring numbers that share a host."""
     entry, bodies = _computations(text)
     found = _walk(entry, bodies, per_host, {})
     rows = [Collective(kind, group, hosts, count, size) for (kind, group, hosts), (count, size) in found.items()]

@@ -39,7 +39,10 @@ def copied(state):
 
 
 class StepState(NamedTuple):
-    """A copy of everything that a step changes."""
+    """A copy of everything that a step changes.
+
+    policy, critic: TrainStates; critic None without a trunk of its own. running: the critic's statistics of returns,
+    or None. reference: the reference's arrays, or None. epochs: of its last reset."""
 
     policy: Any
     critic: Any

@@ -40,7 +40,8 @@ class BackgroundScorer:
         return True
 
     def close(self) -> None:
-        """Stops after the current groups, which end with the reward pool."""
+        """Stops the thread once the groups that are being scored are done; does not wait. Closing the reward pool
+        ends those."""
         with self._state:
             self._closing = True
             self._state.notify_all()

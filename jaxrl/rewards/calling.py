@@ -63,7 +63,8 @@ class Call:
       asynchronous: it is a coroutine function.
       size: completions per call of a batched function, 0 for all.
       seconds: its time limit, 0 for the run's.
-    """
+
+    spec: of the function, as `load_function` takes it. setup: the worker's first message."""
 
     def __init__(self, spec: str, name: str, setup: dict):
         self.fn, self.name = load_function(spec, setup), name

@@ -31,7 +31,8 @@ class RecordedStep:
       scores: address of what reward functions were passed (items.address) -> number of the completion.
       functions: name -> RewardPool.keys() of the recorded run.
       changed_options: sampling options whose values differ from the fork's. usable: there are none of these.
-    """
+
+    record: records.files.Record of the step."""
 
     def __init__(self, record, sampling: dict):
         self.step, self.header, self.traj = record.step, record.header, record.part("traj")

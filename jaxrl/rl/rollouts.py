@@ -46,7 +46,9 @@ SAMPLES, GREEDY = "train", "greedy"  # kinds: completions to train on; the greed
 
 
 class Batch(NamedTuple):
-    """N trajectories with their rewards, which one step trains on."""
+    """N trajectories with their rewards, which one step trains on.
+
+    traj: Trajectories. texts: of the completions. metrics: of sampling and rewards."""
 
     traj: Any
     groups: list  # PromptGroup of each

@@ -147,11 +147,11 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
     Changes only the critic's running statistics of returns.
 
     Args:
-      roles: whose log-probs and values are computed.
       batch: rl.rollouts.Batch. layout: of `lay_out`.
 
     Returns:
-      Prepared, whose columns are what `learn` packs."""
+      Prepared, whose columns are what `learn` packs.
+    """
     critic, traj, values = roles.critic, batch.traj, None
     columns = roles.columns(traj, layout.score)
     if critic is not None:

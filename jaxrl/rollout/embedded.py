@@ -63,12 +63,9 @@ COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_s
 def make_engine(*fields):
     """Returns the embedded sampler of an EngineContext, or of a context's fields in order.
 
-    On a mesh over several processes each process has its own engine over its devices; publish is collective, everything
-    else is local.
-
-    Raises:
-      ConfigError: shapes that cannot hold the config's lengths, tensor parallelism across processes, or images for a
-        model without a tower."""
+    On a mesh over several processes each has its own engine over its devices; publish is collective, all else is local.
+    Raises ConfigError for shapes that cannot hold the config's lengths, tensor parallelism across processes, or
+    images for a model without a tower."""
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
     if context.patches and model.config.vision is None:
@@ -84,8 +81,8 @@ def make_engine(*fields):
 
 
 class EmbeddedEngine(Engine):
-    """The embedded sampler; see protocol.Engine. The work is done inside `poll`, at least one chunk per call while
-    there is any."""
+    """The embedded sampler; see protocol.Engine. It works inside `poll`, at least one chunk per call if there is
+    work."""
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
@@ -171,8 +168,7 @@ class EmbeddedEngine(Engine):
         self._held = on
 
     def publish(self, params, version: int) -> None:
-        """Copies the weights to the sampling dtype and layout; as Engine.publish. Collective on a mesh over
-        processes."""
+        """Copies the weights to the sampling dtype and layout. Collective on a mesh over processes."""
         self._check_open()
         self._params = None  # the old copy goes before the new one comes
         if self._cache is None:
@@ -488,8 +484,8 @@ class EmbeddedEngine(Engine):
         """Yields the arguments of `Programs.run` for each program not compiled yet, for `Programs.prepare`: once a new
         program was compiled, others of its kind may be needed soon.
 
-        Covers each kind (prefill, decode) of which at least `least` programs are compiled, and extend if requests are
-        kept. If every program is compiled, allocates nothing."""
+        Of kinds with at least `least` compiled programs, and extend if requests are kept. Allocates nothing if all
+        are."""
         shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))

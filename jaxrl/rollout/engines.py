@@ -65,7 +65,9 @@ class EngineContext:
 
 
 class EngineRow(NamedTuple):
-    """The registry entry of an engine: what is known before it is built."""
+    """The registry entry of an engine: what is known before it is built.
+
+    title: name for people. info: its abilities, as far as they are known before it is built."""
 
     factory: str = ""  # import path of its factory(EngineContext)
     title: str = "an engine of your own"

@@ -149,7 +149,9 @@ def cache_shardings(model, mesh, cache):
 
 
 class Programs:
-    """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`."""
+    """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`.
+
+    Arguments as of `programs`."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.published = model  # as the trainer has its weights

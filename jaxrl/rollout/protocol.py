@@ -93,7 +93,8 @@ class SamplingParams:
 class Key(NamedTuple):
     """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints
     and other processes use.
-    """
+
+    turn: of an episode, from 0."""
 
     stream: str  # train, greedy, eval/<set> ...
     step: int    # the step it is planned for
@@ -201,7 +202,9 @@ class TurnImage(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of an episode: the tokens added to the context before it, and the number of sampled tokens."""
+    """One turn of an episode: the tokens added to the context before it, and the number of sampled tokens.
+
+    finish: why sampling ended, as in Result. reward: of the turn."""
 
     added: np.ndarray   # [a] int32
     opens: bool         # whether a new sequence begins with `added`: the first turn, and where history was rewritten

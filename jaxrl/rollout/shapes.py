@@ -51,7 +51,9 @@ class Shapes:
       extend: slots of a call that extends conversations in their slots, equally many of every data shard, and most
         new tokens of each.
       patches: most patches of a prompt's images; 0 = prompts are text. See `patch_room`.
-    """
+
+    decode_steps: tokens per chunk, at most. end_columns: end tokens of a request, at most. max_total: tokens of a
+    sequence, at most."""
 
     slot_counts: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
@@ -74,7 +76,7 @@ class Shapes:
 
     @functools.cached_property
     def lengths_of(self) -> dict[int, tuple[int, ...]]:
-        """Slot count -> cache lengths that a decode program of so many slots may read."""
+        """Slot count -> cache lengths that a decode program of that many slots may read."""
         return {count: decode_lengths(count, self.slots, self.cache_lengths) for count in self.slot_counts}
 
     @property

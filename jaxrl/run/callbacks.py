@@ -51,7 +51,7 @@ class Step:
         """Returns the policy's parameters (of run.recipe=reward_model those of the reward model) by name.
 
         Names are flat, "layer_0/attn/q/kernel"; layers that are scanned share one array with a leading axis. Adapters
-        stand beside the parameters of their base.
+        are next to the parameters of their base.
 
         Args:
           copy: False = the run's own jax arrays, without a copy; the next update reuses their memory, so do not keep

@@ -71,8 +71,7 @@ class Session:
     """The directory, log, stop requests, checkpoints and triggers of one run; see the module for its use.
 
     Args:
-      spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None.
-    """
+      spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None."""
 
     stream: Stream  # of training rows, from `set_stream` on; None where the run only evaluates
     telemetry: Telemetry  # from `open_telemetry` on
@@ -159,8 +158,7 @@ class Session:
         policy's trees are stored under their own names, and it has no `host`. A part that the checkpoint lacks starts
         from scratch; a stored part that the run does not use is ignored.
 
-        Raises ConfigError if the directory lacks space or cannot be written.
-        """
+        Raises ConfigError if the directory lacks space or cannot be written."""
         self.policy, self.parts = policy, parts
         own = policy.abstract()
         everything = {**own, **{part.name: part.abstract() for part in parts}}
@@ -202,8 +200,7 @@ class Session:
         """Opens telemetry and prints the start-up summary.
 
         Args:
-          lines: text of run.setup.describe. numbers: derived numbers, written to config.json.
-        """
+          lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -223,8 +220,7 @@ class Session:
 
         Args:
           comparison: predicts this run and records what it measures (planning.comparison), or None.
-          rates: (metrics, seconds by phase) -> further metrics.
-        """
+          rates: (metrics, seconds by phase) -> further metrics."""
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
@@ -270,8 +266,7 @@ class Session:
         """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
 
         An error of one process (a lost engine, failed rewards, a completion that timed out) is raised on all, so that
-        they can still save a checkpoint together.
-        """
+        they can still save a checkpoint together."""
         return work() if self.peers.count == 1 else self._together(what, work)
 
     def _together(self, what: str, work):
@@ -321,8 +316,7 @@ class Session:
         """Completes a step after its update; returns the new progress.
 
         Args:
-          cursor: position of the data after the step. samples: sequences it trained on.
-        """
+          cursor: position of the data after the step. samples: sequences it trained on."""
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
         if self.profiler is not None:
             self.profiler.at(self.step)
@@ -333,8 +327,7 @@ class Session:
     def before_first_step(self, evaluate) -> None:
         """Evaluates before the first step, or prints why the run has no steps left.
 
-        evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets.
-        """
+        evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
         if self.ended_by:
             self.say(f"this run was ended at step {self.step} by {self.ended_by}; to continue, set a larger "
                      "eval.patience, or 0")
@@ -361,8 +354,7 @@ class Session:
         Args:
           metrics: per step, means over the last `steps` steps. They are written before the step's checkpoint.
           evaluate: as of `before_first_step`. export: folder -> writes the model.
-          records: of the step's completions, for callbacks.
-        """
+          records: of the step's completions, for callbacks."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -432,7 +424,8 @@ class Session:
             self.checkpointer.save(self.step, *self.content())
 
     def content(self) -> tuple[dict, dict]:
-        """Returns (arrays, JSON-able host values) of a checkpoint of this step."""
+        """Returns what a checkpoint of this step stores: (arrays: a tree of the policy's fields and of parts by
+        name, JSON-able host values: progress, evaluations, config, inputs read, triggers, parts)."""
         host = {
             **self.progress._asdict(), "eval_before": self.eval_before, "last_eval": self.last_eval,
             "config": redacted(self.spec.asked), "read": self.fingerprints,
@@ -463,8 +456,7 @@ class Session:
     def finish(self, evaluate, export) -> dict:
         """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
 
-        Raises SavesFailed if the last checkpoint cannot be written.
-        """
+        evaluate, export: as of `after_step`. Raises SavesFailed if the last checkpoint cannot be written."""
         c = self.spec
         stopped = self.stopping() and not self.ended()
         evaluated, best = (self.last_eval or {}).get("step") == self.step, False

@@ -66,7 +66,9 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 
 @dataclasses.dataclass
 class Job:
-    """The fixed parts of a run; parameters are in the TrainState of its roles."""
+    """The fixed parts of a run; parameters are in the TrainState of its roles.
+
+    config: Spec. eos_ids: end-of-text tokens. row_shapes: RowShapes of updates. compute_dtype: of the forward pass."""
 
     config: Any
     run_dir: Path
@@ -167,11 +169,11 @@ def trim_cache(folder: Path, limit_gb: float) -> None:
 
 
 def share_gpus(how: str, fraction: float, environ) -> None:
-    """Limits jax's memory on GPUs of which servers take `fraction`, in `environ`; values that the user set stay.
+    """Limits jax's memory on GPUs of which vLLM servers take the share `fraction`, by setting variables in `environ`.
 
-    how (engines.shared_gpus) "turns": memory returns to the device once it is free, which of jax's allocators only
-    `platform` does (jax's documentation, "GPU memory allocation"), at a cost per allocation. "halves": a fixed part.
-    """
+    Values that the user set stay. how (engines.shared_gpus): "": nothing. "turns": memory returns to the device once
+    it is free, which of jax's allocators only `platform` does (jax's documentation, "GPU memory allocation"), at a
+    cost per allocation. "halves": jax takes a fixed part."""
     if how == "turns":
         environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     elif how == "halves" and "XLA_CLIENT_MEM_FRACTION" not in environ:

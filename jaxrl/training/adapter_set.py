@@ -51,7 +51,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizers:
-    """The optimizers of an adapter set, in the order of the adapters' numbers; replaces one optax transformation."""
+    """The optimizers of an adapter set, in the order of the adapters' numbers; replaces one optax transformation.
+
+    model: with the adapter set. each: Rule of every adapter."""
 
     model: Any
     each: tuple[Rule, ...]

@@ -49,7 +49,8 @@ class Distillation(Objective):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Token columns that the loss reads: the teacher's top tokens and log-probs, or its hidden states."""
+        """Token columns that the loss reads: teacher_ids and teacher_logprobs, or with the teacher's head
+        teacher_hidden."""
         return ("teacher_ids", "teacher_logprobs") if self.teacher is None else ("teacher_hidden",)
 
     @property

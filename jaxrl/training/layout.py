@@ -28,7 +28,9 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """Rows that are computed together; a microbatch has one of the shapes of RowShapes."""
+    """Rows that are computed together; a microbatch has one of the shapes of RowShapes.
+
+    row_length: tokens of a row."""
 
     row_length: int
     rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count

@@ -52,7 +52,8 @@ class Outputs:
       hidden: [R, S, D], the states that predict the loss slots, from one forward pass.
       token: [R, S] weight "token"; mask: where it is positive.
       auxiliary: {name: output of the layers summed over them} (balance of experts ...); {} for a dense model.
-    """
+
+    params: nested parameter tree. batch: PackedBatch on the devices."""
 
     def __init__(self, model, params, batch, objective: Objective):
         if "dropout" in batch.columns:  # the same number at all tokens of a microbatch
@@ -88,7 +89,9 @@ class Outputs:
 
 class LossScale(NamedTuple):
     """Dynamic loss scaling of fp16: the factor on the loss doubles after `window` finite updates in a row and is halved
-    at each overflow from the `patience`-th in a row on, between `min` and `max`."""
+    at each overflow from the `patience`-th in a row on, between `min` and `max`.
+
+    initial: the first factor."""
 
     initial: float = 2.0**15
     min: float = 1.0
@@ -104,7 +107,9 @@ class Objective:
     Attributes:
       columns, weights: names in PackedBatch that the loss reads.
       needs: whose log-probs or values the loss needs: "old" (the policy before the step), "reference", "critic".
-    """
+
+    temperature: logits are divided by it. max_grad_norm: 0 = no clipping. fp16: whether the loss is scaled.
+    router_z, router_bias_rate: see training.router."""
 
     temperature: float = 1.0
     chunk: int = 1024          # loss tokens whose logits exist at once

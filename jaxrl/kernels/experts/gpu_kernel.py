@@ -38,7 +38,8 @@ class Call:
 
     phases: products that are made side by side from one step's tiles. Products that only add to one sum are phases one
     after the other, so that a step holds the tiles of one of them.
-    """
+
+    biases: number of them. gates: whether there are gates. dtype: of the inputs."""
 
     task: Task
     phases: tuple[tuple[Product, ...], ...]

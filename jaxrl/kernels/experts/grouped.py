@@ -54,7 +54,7 @@ class Task(NamedTuple):
 class Kernels(NamedTuple):
     """rows(call, layout, task, lefts, weights, biases=(), gates_R=None) -> the outputs [R, O]; a ROW_SUM is [R].
 
-    lefts: [R, I]; weights: [E, I, O], or [E, O, I] of a product across; biases: [E, O]. Rows behind the used blocks
+    lefts: [R, I]; weights: [E, I, O], or [E, O, I] of a product across; biases: [E, O]. Rows after the used blocks
     mean nothing, on either side.
 
     sums(call, layout, left_RxI, right_RxO, sum_ExIxO) -> sum_ExIxO + the products left^T right of each expert's rows,

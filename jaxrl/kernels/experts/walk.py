@@ -52,7 +52,9 @@ class Implementation(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The static part of a call: implementation, activation, and how tokens are cut into chunks and rows into
-    blocks."""
+    blocks.
+
+    run: the implementation. exchange: moves tokens between devices."""
 
     run: Implementation
     activation: Callable

@@ -29,7 +29,10 @@ from jaxrl.types import custom_vjp
 
 
 class How(NamedTuple):
-    """The static part of a call."""
+    """The static part of a call.
+
+    kind, beta: of the divergence. chunk: tokens whose logits exist at once. split: mesh axes, or None. transposed:
+    whether the heads are [V, D]."""
 
     kind: str
     beta: float

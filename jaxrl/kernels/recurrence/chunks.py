@@ -77,9 +77,9 @@ class Chunks(NamedTuple):
     """Where the chunks of rows lie. Padding is in no chunk.
 
     start [B, N], of each chunk: CONTINUES, ZERO, PROMPT or GIVEN. count [B, N]: its tokens. first [B, N]: its first.
-    saves [B, N]: the state behind it is a prompt's so far. enters [B, L]: tokens that become part of the state.
+    saves [B, N]: the state after it is a prompt's so far. enters [B, L]: tokens that become part of the state.
     chunk, slot [B, L]: where a token lies; chunk N = in none. begins [B, L]: as start, of the token.
-    back [B, L]: tokens of its segment before it. prompt_end [B, N]: index behind the last token of a PROMPT chunk's
+    back [B, L]: tokens of its segment before it. prompt_end [B, N]: index after the last token of a PROMPT chunk's
     prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room.
     """
 

@@ -151,7 +151,7 @@ class Gradients(NamedTuple):
 
 def gradients_of(delta: bool, one: Gates, marks: Marks, asked, keys, values, products, before, solved, update, d_out,
                  d_after) -> Gradients:
-    """Returns the Gradients of a chunk from those of its output, d_out [C, V], and of the state behind it, d_after [K,
+    """Returns the Gradients of a chunk from those of its output, d_out [C, V], and of the state after it, d_after [K,
     V].
 
     before [K, V]: the state before the chunk. asked, products, solved, update: as the forward pass has them."""

@@ -59,7 +59,9 @@ def check_version(text: str, where: str) -> str:
 
 
 class VllmInstallation(NamedTuple):
-    """The vLLM that an interpreter starts."""
+    """The vLLM that an interpreter starts.
+
+    version: its text, such as "0.11.0"."""
 
     version: str
     cpu: bool  # the build for CPUs
@@ -187,7 +189,7 @@ def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, s
     """Returns the JSON body of a generate request.
 
     Args:
-      end_ids: token ids that end every completion, beside the request's own stop tokens.
+      end_ids: token ids that end every completion, besides the request's own stop tokens.
       seeded: whether the request's seed is sent. stream: whether tokens come as they are sampled.
       model: name of the adapter to sample from; "" = the base."""
     s = request.sampling
@@ -259,7 +261,9 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 class Control:
     """Client of the endpoints of one vLLM server apart from generation. Every call has a deadline in seconds.
 
-    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines."""
+    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines.
+
+    url: of the server. key: its API key, "" = none. deadline: seconds of a call."""
 
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -46,7 +46,8 @@ class VllmEngine(Engine):
     With several processes each has an engine with its own servers, or with its share of rollout.servers. A
     publish begins with a copy of the weights in every process, which is collective; after that each process
     can retry by itself.
-    """
+
+    context: EngineContext."""
 
     def __init__(self, context: EngineContext):
         self.config = config = context.config

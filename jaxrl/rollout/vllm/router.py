@@ -33,7 +33,9 @@ AFFINITY_SLACK = 4  # requests by which a group's server may be busier than anot
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request on its way to a server, with its tries."""
+    """A request on its way to a server, with its tries.
+
+    attempts: failed tries so far; one without a connection counts 1 / CONNECTION_TRIES."""
 
     request: Request
     attempts: float = 0

@@ -189,7 +189,8 @@ def address_towards(url: str) -> str:
 class Network(Stream):
     """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
     made for this run.
-    """
+
+    host: address under which servers reach this process."""
 
     name = "network"
 
@@ -233,7 +234,8 @@ class Broadcast(Stream):
 
     The communicator is rebuilt when the servers change or something failed. NCCL is loaded by name through ctypes, so
     neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
-    """
+
+    deadline: seconds that joining may take."""
 
     name, host = "nccl", False
 

@@ -48,8 +48,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       window: number of positions a query sees, itself included; 0 = all (static).
       softcap: cap * tanh(score / cap) on the scaled scores; 0 = none (static).
       scale: factor on the scores; None = K ** -0.5 (static).
-      implementation: "auto" (the platform's: the first of ORDERS that serves the call), or a name in IMPLEMENTATIONS,
-        behind which stand those of XLA where it raises NotImplementedError. A kernel's refusal is logged once.
+      implementation: "auto" (the platform's: the first of ORDERS that serves the call), or a name in IMPLEMENTATIONS:
+        XLA's are tried after it if it raises NotImplementedError. A kernel's refusal is logged once.
       work: of work_of for the same ids, window and implementation; None = each call looks for itself.
       sinks_H: a score per head of a key that every query sees and that has no value (see sinks.py); None = there is
         none.

@@ -53,7 +53,10 @@ class Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call: sizes (length, keys: filled up to whole tiles), options, and how it is run."""
+    """The static part of a call: sizes (length, keys: filled up to whole tiles), options, and how it is run.
+
+    segmented, prefixed: whether there are segment ids, and prefixes. heads, groups, size: query heads, key-value
+    heads, head size."""
 
     batch: int
     length: int
