@@ -255,13 +255,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
     (count, into, out), dtype, fresh = sum_ExIxO.shape, left_RxI.dtype, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
     sizes = tuned.gpu_sizes("sums", out)
     pairs, tiles = -(-into // (ROWS * CONSUMERS)), out // sizes.width
-    scratch = dict(
-        left=gp.swizzled((sizes.stages, CONSUMERS, DEEP, ROWS), dtype),
-        right=gp.swizzled((sizes.stages, sizes.parts, DEEP, sizes.columns), dtype),
-        total=gp.swizzled((CONSUMERS, ROWS, sizes.columns), sum_ExIxO.dtype),
-        ready=plgpu.Barrier(num_arrivals=CONSUMERS + sizes.parts, num_barriers=sizes.stages),
-        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages),
-        before=None if fresh else plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS))
+    scratch = _scratch_of_sums(sizes, dtype, sum_ExIxO.dtype, fresh)
 
     def kernel(left, right, *refs):
         total, (ends, result, own) = None if fresh else refs[0], refs[not fresh:]
@@ -317,6 +311,17 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
     given = (left_RxI, right_RxO, lay.ends) if fresh else (left_RxI, right_RxO, sum_ExIxO, lay.ends)
     made = jax.ShapeDtypeStruct(sum_ExIxO.shape, sum_ExIxO.dtype)
     return _apart(_launch(kernel, made, scratch, count * pairs * tiles, interpret)(*given), interpret)
+
+
+def _scratch_of_sums(sizes, dtype, of_sum, fresh: bool) -> dict:
+    """Returns the shared memory and barriers of `sums`, by name. of_sum: dtype of its result; fresh: it adds to none."""
+    return dict(
+        left=gp.swizzled((sizes.stages, CONSUMERS, DEEP, ROWS), dtype),
+        right=gp.swizzled((sizes.stages, sizes.parts, DEEP, sizes.columns), dtype),
+        total=gp.swizzled((CONSUMERS, ROWS, sizes.columns), of_sum),
+        ready=plgpu.Barrier(num_arrivals=CONSUMERS + sizes.parts, num_barriers=sizes.stages),
+        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages),
+        before=None if fresh else plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS))
 
 
 def _summed(own, warpgroup, before, steps, sizes):

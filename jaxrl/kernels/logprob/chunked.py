@@ -363,10 +363,9 @@ def _of_logits(block, targets_C, numbers, of_ids, temperature, softcap):
 
 def _backward(softcap, top, chunk, split, transposed, saved, grads):
     learns, hidden, head, *_, kept = saved
-    has_few = saved[8] is not None
+    has_few, axis = saved[8] is not None, split.vocab if split else None
     grads = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in grads]
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
-    axis = split.vocab if split else None
 
     def local(hidden, head, targets, valid, support, ids, temperature, few, more, *numbers):
         line = _line(valid, min(chunk, valid.size))
@@ -403,8 +402,8 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
         *numbers, g_ids = numbers
         g_ids = g_ids if g_ids is None else jnp.where(ids < 0, 0, g_ids)
         per_token = (hidden, few, targets, support, ids, *numbers, g_ids)
-        none = None if learns is None else jnp.zeros(head.shape[::-1] if transposed else head.shape, acc)
-        none = none if more is None else jnp.zeros(more.shape, acc)
+        shape = head.shape[::-1] if transposed else head.shape
+        none = jnp.zeros(more.shape, acc) if more is not None else None if learns is None else jnp.zeros(shape, acc)
         grad_head, (grad_hidden, grad_few) = jax.lax.scan(
             one, none, (jnp.arange(len(line.at)), line.at, *(x if x is None else line.chunks(x) for x in per_token)))
         if none is None:
