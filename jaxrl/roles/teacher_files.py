@@ -3,8 +3,8 @@ recipes.distill writes them (teacher.save); roles.teachers.FileTeacher reads the
 
 A folder of safetensors files, each of which holds n sequences with t loss tokens in all:
 
-    keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), then of its loss mask as bits,
-                               then, of one with images, of where they lie and their pixels (types.Pictures.digests)
+    keys      uint8 [n, 16]    blake2b of the sequence's token ids (int32, little-endian), of its loss mask as bits and,
+                               of one with images, what types.Pictures.digests returns
     offsets   int64 [n + 1]    where the loss tokens of each begin
     ids       int32 [t, K]     the highest first; -1 = none
     logprobs  float32 or float16 [t, K]

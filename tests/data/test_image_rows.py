@@ -198,7 +198,8 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     outer = {"source": {"outer": {"model_type": "qwen3_vl", "vision_config": TOWER}}}
     from jaxrl.models.io import hf
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
-    for recipe, options, name in (("rl", dict(run__mode="parity"), "run.mode='parity'"), ("rl", dict(run__mode="replay"), "run.mode='replay'")):
+    served = dict(teacher__servers=("http://localhost:1",), teacher__path="x")
+    for recipe, options, name in (("distill", served, "teacher.servers="), ("rl", dict(run__mode="parity"), "run.mode='parity'")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
         images = open_images(spec, described, tokenizer)

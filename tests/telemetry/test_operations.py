@@ -99,12 +99,16 @@ def test_the_tower_by_hand():
     text, whole = Operations(own, names), lambda of, shared: of(seen, shared) - of(traj, shared)
     assert whole(text.scoring, True) == pytest.approx(once) and whole(text.scoring, False) == pytest.approx(alone)
     assert text.generation(seen) - text.generation(traj) == pytest.approx(once) and whole(text.update, False) == pytest.approx(3 * alone)
-    assert whole(Operations(own, {n for n in names if not n.startswith("vision")}).update, True) == pytest.approx(once)
+    frozen = {n for n in names if not n.startswith("vision")}
+    assert whole(Operations(own, frozen).update, True) == pytest.approx(once)
+    kept = Operations(own, frozen, keeps_features=True)  # made once per image, by no pass
+    assert whole(kept.update, True) == whole(kept.scoring, True) == 0 and whole(Operations(own, names, True).update, True) > once
 
 
 def job(model, kind, platform, devices=4):
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind=kind, platform=platform)]), size=devices)
-    return SimpleNamespace(model=model, mesh=mesh, mesh_of=lambda role: mesh)
+    config = SimpleNamespace(train=SimpleNamespace(image_features="auto"))
+    return SimpleNamespace(model=model, mesh=mesh, mesh_of=lambda role: mesh, config=config)
 
 
 def test_speeds_are_per_device_and_shares_of_known_chips(model, names):
