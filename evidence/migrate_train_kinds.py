@@ -119,6 +119,7 @@ SMALL = {
     "rollout.dtype": "fp32",
     "log.wandb": False,
     "log.console": "plain",
+    "log.every_steps": 1,
     "eval.sets": (),
     "eval.every_steps": 0,
     "eval.before": False,
@@ -164,7 +165,8 @@ def rows(config, out: Path) -> None:
         user = [{"role": "user", "content": question}]
         talk = {good: [*user, {"role": "assistant", "content": text}] for good, text in ((True, answer), (False, str((2 * i + 2) % 10)))}
         row: dict = {"tag": "FrozenLake", "domain": "math_rule", "data_source": "openai/gsm8k", "env_class": "gsm8k"}
-        put(row, data.prompt_column, talk[True] if recipe == "sft" and data.train_turns == "all" else user if recipe == "rl" and data.chat != "false" else question)
+        turns = recipe == "sft" and data.train_turns == "all"
+        put(row, data.prompt_column, talk[True] if turns else user if recipe == "rl" and data.chat != "false" else question)
         put(row, data.answer_column, f"#### {answer}")
         if data.train_turns != "all":
             put(row, data.completion_column, answer)

@@ -31,6 +31,8 @@
 #    faults that certify finds, presets that it passes           certify.py (half an hour)
 #    example configs of other systems                            migrate_corpus.py --clones=DIR (half a minute)
 #    three steps of a config of each system                      migrate_train.py --clones=DIR (some four minutes)
+#    two steps of a job of each system and kind                  migrate_train_kinds.py --clones=DIR (some forty minutes)
+#    outcomes of all example files, with reasons                 migrate_survey.py --clones=DIR (some five minutes)
 #    the plan's memory beside an H200's                          plan_gpu.py (a minute)
 #    whole GPU programs without a GPU: launches, copies, memory  gpu_programs.py
 #    GPU kernels down to machine code, without a GPU             gpu_compile.py (in an environment of its own)
