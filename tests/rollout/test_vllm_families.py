@@ -23,10 +23,9 @@ LINEAR = {**HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "line
 OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
     "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
-    "gemma2": {**HEADS, "tie_word_embeddings": True}, "gemma3": {**HEADS, "tie_word_embeddings": True},
     "olmo2": {**HEADS, "attention_bias": False},
 }
-DENSE = ("mistral", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "ministral3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
+DENSE = ("mistral", "qwen3", "olmo2", "olmo3")
 
 
 def made(name):
@@ -57,7 +56,7 @@ def test_a_family_computes_the_trainers_log_probs(name):
     """Of what it sampled within 1e-5, after weights that it was given; not those of other weights."""
     hf_config, model, (first, second) = made(name)
     asked = requests(6, seed=40)
-    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always", setup_seconds=500.0) as engine:
         engine.publish(second, 5)
         results = generate(engine, asked, TIMEOUT)
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)

@@ -86,14 +86,14 @@ def _rule_forward(call, *arguments):
 
 
 def _rule_backward(call, saved, cotangents):
-    (*rows, given, chunks), pairs = saved
+    (q, k, v, g, beta, given, chunks), pairs = saved
     d_out, d_now = cotangents
 
-    def cut(*rows):
-        ((*arrays, enters), flags), used = xla.in_stretches(WINDOW, *rows, chunks)
+    def cut(q, k, v, g, beta):
+        ((*arrays, enters), flags), used = xla.in_stretches(WINDOW, q, k, v, g, beta, chunks)
         return arrays, (enters, flags, used)
 
-    arrays, pull, (enters, flags, used) = jax.vjp(cut, *rows, has_aux=True)
+    arrays, pull, (enters, flags, used) = jax.vjp(cut, q, k, v, g, beta, has_aux=True)
 
     def window(d_pair, this):
         arrays, *rest, used = this

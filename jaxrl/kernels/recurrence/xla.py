@@ -101,13 +101,12 @@ def prepared(delta: bool, arrays, precision=EXACT) -> Prepared:
     decay = jnp.where(lower, jnp.exp(jnp.where(lower, gap, 0)), 0)
     pairs = lambda a, b: jnp.einsum(  # noqa: E731
         "nbihk,nbjhk->nbhij", a, b, preferred_element_type=acc, precision=EXACT)[:, :, :, None]
-    system = jnp.where(strictly, pairs(k, k) * decay * beta[..., None], 0) if delta else None
-    solved = inverse(system) if delta else None
     attended, faded = pairs(q, k) * decay, jnp.exp(total)
-    k, v = by_key(k.astype(acc)), jnp.moveaxis(v.astype(acc), 2, 4)  # [N, B, h, 1, C, K], [N, B, h, r, C, V]
-    product = lambda b: jnp.matmul(solved, b, precision=precision)  # noqa: E731
-    reads, writes = (product(beta[..., None] * faded[..., None] * k), product(beta[..., None] * v)) if delta else (
-        None, beta[..., None] * v)
+    reads, writes = None, beta[..., None] * jnp.moveaxis(v.astype(acc), 2, 4)  # [N, B, h, r, C, V]
+    if delta:
+        solved = inverse(jnp.where(strictly, pairs(k, k) * decay * beta[..., None], 0))
+        reads = beta[..., None] * faded[..., None] * by_key(k.astype(acc))
+        reads, writes = (jnp.matmul(solved, x, precision=precision) for x in (reads, writes))
     end = jnp.sum(jnp.where(enters[:, :, None, None], by_head(g), 0), axis=-1)
     left = jnp.where(enters[:, :, None, None], jnp.exp(at_most_zero(end[..., None] - total)), 0)
     return Prepared(reads, writes, attended, faded, left, jnp.exp(end))
