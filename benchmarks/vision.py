@@ -6,8 +6,8 @@ A random Qwen2.5-VL in fp32 on CPUs: PROMPTS prompts of one image of SIDE x SIDE
 ANSWER tokens each, one optimizer step of AdamW without a reference. TRL's side is GRPOTrainer._compute_loss with loss_type="grpo" on a
 batch as its collator makes it (each prompt and its pixels once per completion), backward and torch's AdamW; of the trainer only what
 carries metrics and options is stood in for. Ours is training.make_update on packed rows. Measured is the processor time of this process,
-which other processes on the machine do not enter, in turns, and the medians are compared; torch and XLA get the cores that there are.
-Both losses and the gradients' norms must agree, or nothing is written. `frozen`: nothing of the tower trains, and ours keeps its features.
+which other processes on the machine do not enter, in turns, and the medians are compared; torch gets one thread, XLA the cores that there are.
+The gradients' norms must agree, or nothing is written. `frozen`: nothing of the tower trains, and ours keeps its features.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from jaxrl.roles.kept_features import KeptFeatures  # noqa: E402
 from jaxrl.training.layout import RowShapes, make_layout, row_patches  # noqa: E402
 from jaxrl.types import Pictures, Trajectories  # noqa: E402
 
+torch.set_num_threads(1)  # whose idle threads would spin on a busy machine
 PROMPTS, GROUP, SIDE, TEXT, ANSWER, ROUNDS, LR = 2, 8, 12, 20, 64, 3, 1e-4
 PAD, VOCAB, PATCH = 90, 512, 14
 

@@ -147,7 +147,9 @@ def _equal(a, b) -> bool:
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_equal, a, b))
-    return np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    return not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b
 
 
 def _text(message: dict) -> str:

@@ -67,7 +67,7 @@ def test_kept_features_score_and_train_as_fresh_ones(kind):
 
 
 def test_memory_is_bounded_and_too_little_of_it_is_said(caplog):
-    """The least recently used ones leave; a step always has its own, and a limit below that is warned of once."""
+    """train.image_cache_gb: the least recently used ones leave; a step always has its own, and a limit below that is warned of once."""
     model = model_of()
     params, traj = jax.jit(model.init)(jax.random.key(1)), batch()
     size = 4 * 2 * model.config.vision.out_size  # bytes of a feature with its tap
@@ -96,7 +96,7 @@ def test_only_a_tower_of_which_nothing_trains_is_kept(options, kept):
 
 
 def test_rows_of_features_are_what_is_compiled_ahead():
-    """Shapes and dtypes of packed rows of both kinds are those of rl.precompile."""
+    """train.image_features=auto and fresh: shapes and dtypes of packed rows are those of rl.precompile."""
     model, mesh = model_of(), make_mesh({"dp": 1, "fsdp": 1, "tp": 1}, jax.devices()[:1])
     params, traj = jax.jit(model.init)(jax.random.key(1)), batch()
     for images in ("auto", "fresh"):
