@@ -171,8 +171,8 @@ def rows(config, out: Path) -> None:
         if data.train_turns != "all":
             put(row, data.completion_column, answer)
         if recipe in ("preference", "reward_model"):
-            put(row, data.chosen_column, talk[True])
-            put(row, data.rejected_column, talk[False])
+            for column, good in ((data.chosen_column, True), (data.rejected_column, False)):
+                put(row, column, talk[good] if data.chat != "false" else f"12{talk[good][1]['content']}")
         if data.image_column and config.model.config.get("vision_config"):
             put(row, data.prompt_column, [{"role": "user", "content": f"<image>{question}"}])
             put(row, data.image_column, [picture(i)])
