@@ -149,8 +149,8 @@ def _check_squares(config, hf_config: dict) -> None:
     tower = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False).config.vision
     each = 0 if tower is None or not tower.image_side else (tower.side // tower.merge)**2
     if each and config.plan.image_tokens % each:
-        raise ConfigError(f"plan.image_tokens={config.plan.image_tokens}: every image has {each} tokens; give a multiple "
-                          "of them")
+        raise ConfigError(f"plan.image_tokens={config.plan.image_tokens}: every image has {each} tokens; give a "
+                          "multiple of them")
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:
