@@ -299,17 +299,14 @@ class EmbeddedEngine(Engine):
     def _continue(self):
         """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
         the first decode step reads. If the prompt does not begin with the parked tokens, or its new tokens hold an
-        image whose tokens see each other, the slot is freed and the prompt is prefilled whole.
-        """
+        image whose tokens see each other, the slot is freed and the prompt is prefilled whole."""
         work, shown = [], []
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)
             known = 0 if parked is None else len(parked.tokens)
+            shows = (pictures := sample.request.pictures) is not None and bool((pictures.firsts >= known).any())
             if parked is None or not np.array_equal(sample.request.prompt[:known], parked.tokens) \
-                    or parked.images != identity(pictures := sample.request.pictures, known):
-                continue
-            shows = pictures is not None and bool((pictures.firsts >= known).any())
-            if shows and self._vision is not None and self._vision.two_way:
+                    or parked.images != identity(pictures, known) or shows and self._vision and self._vision.two_way:
                 continue
             self._waiting.remove(sample)
             sample.slot, sample.weights, sample.continued = parked.slot, self._published, True

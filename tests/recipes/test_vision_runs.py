@@ -75,11 +75,24 @@ def test_controls_without_images_are_refused(tmp_path):
         jaxrl.train(c, data=rows, eval={"text": rows})
 
 
+TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Folder of a tiny Qwen2.5-VL that a job wrote, and its tensors."""
+    return made(tmp_path_factory, "qwen2_5")
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """The same of a tiny Gemma 3."""
+    return made(tmp_path_factory, "gemma3")
+
+
+def made(tmp_path_factory, kind):
     folder = tmp_path_factory.mktemp("base")
-    jaxrl.train(load_config("vision_sft:qwen2_5_tiny", {"run.dir": str(folder), "train.steps": 1, "eval.sets": (), "eval.controls": (), **QUIET}))
+    jaxrl.train(load_config(f"vision_sft:{kind}_tiny", {"run.dir": str(folder), "train.steps": 1, "eval.sets": (), "eval.controls": (), **QUIET}))
     return folder / "export", tensors(folder / "export")
 
 
@@ -88,9 +101,9 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
-def moved(tmp_path, checkpoint, **options):
+def moved(tmp_path, checkpoint, kind="qwen2_5", **options):
     """Largest change of (the tower, the language model) after two updates of a checkpoint."""
-    c = load_config("vision_sft:qwen2_5_tiny", {
+    c = load_config(f"vision_sft:{kind}_tiny", {
         "run.dir": str(tmp_path / "run"), "train.steps": 2, "eval.sets": (), "eval.controls": (), "model.path": str(checkpoint[0]),
         "model.init": "pretrained", "model.config": {}, "optimizer.weight_decay": 0.0, "optimizer.schedule": "constant", "optimizer.floor": 0.0,
         "optimizer.warmup_steps": 0, "optimizer.max_grad_norm": 0.0, **options, **QUIET})
@@ -98,7 +111,7 @@ def moved(tmp_path, checkpoint, **options):
     after, out = tensors(tmp_path / "run/export"), {True: 0.0, False: 0.0}
     assert after.keys() == checkpoint[1].keys()
     for name, before in checkpoint[1].items():
-        out[name.startswith("model.visual.")] = max(out[name.startswith("model.visual.")], float(np.abs(after[name] - before).max()))
+        out[name.startswith(TOWERS)] = max(out[name.startswith(TOWERS)], float(np.abs(after[name] - before).max()))
     return out[True], out[False], c.optimizer.lr
 
 
@@ -106,6 +119,15 @@ def moved(tmp_path, checkpoint, **options):
 def test_a_frozen_tower_does_not_move(tmp_path, checkpoint):
     tower, text, _ = moved(tmp_path, checkpoint, **{"model.frozen": ("vision/.*",)})
     assert tower == 0 and text > 1e-4
+
+
+@pytest.mark.full
+def test_the_tower_of_gemma_3_stays_or_moves(tmp_path, gemma):
+    """Frozen, tower and projector are the checkpoint's to the bit; else they train."""
+    tower, text, _ = moved(tmp_path, gemma, "gemma3", **{"model.frozen": ("vision/.*",)})
+    assert tower == 0 and text > 1e-4
+    tower, text, _ = moved(tmp_path / "again", gemma, "gemma3")
+    assert tower > 1e-4 < text
 
 
 @pytest.mark.full
