@@ -8,8 +8,8 @@ the advantage and w the weight (1 where none is given), a token's loss is
     ppo                   -w min(r A, clip(r, low, high) A)
     cispo                 -w stop_gradient(clip(r, low, high)) A logp
     dro                   -w (A logp - beta / 2 (logp - q)^2)
-    gspo                  -w min(s A, clip(s, low, high) A), s = exp(mean of logp - q over the sequence's marked tokens),
-                          of whose gradient each token takes s * that of its own logp
+    gspo                  -w min(s A, clip(s, low, high) A), s = exp(mean of logp - q over the marked tokens of the
+                          sequence); its gradient at a token is s * that of the token's own logp
 
 cispo: MiniMax-M1, arXiv 2506.13585. dro: Richemond et al., arXiv 2405.19107, without its value term. gspo: GSPO-token,
 Zheng et al., arXiv 2507.18071, equations 13 and 14.
@@ -72,8 +72,8 @@ def token_losses(logp, sampled_logp, advantage, weight, number, low, high, seque
       weight: factor of every loss.
       number: ApiLoss.number of each token's loss.
       low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
-      sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence, read by gspo; no gradient
-        flows through it.
+      sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence, read by gspo; no
+        gradient flows through it.
     """
     is_loss = {name: number == loss.number for name, loss in API_LOSSES.items()}
     gap = jnp.where(is_loss["cross_entropy"], 0, logp - sampled_logp)

@@ -227,8 +227,8 @@ def _datum(datum, where: str, loss_fn: str, needed, longest: int, vocab: int) ->
             at = int(np.flatnonzero(~np.isfinite(own))[0])
             raise Refused(422, f"{where}.loss_fn_inputs.{name}[{at}]={own[at]}: must be finite")
         if name == "sequence_ratio_mask" and not own.any():
-            raise Refused(422, f"{where}.loss_fn_inputs.{name} marks no token: {loss_fn} needs at least one, of which the "
-                          "sequence's ratio is the mean")
+            raise Refused(422, f"{where}.loss_fn_inputs.{name} marks no token: {loss_fn} needs at least one, of which "
+                          "the sequence's ratio is the mean")
         out[name] = own
     return out
 

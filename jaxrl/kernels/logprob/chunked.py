@@ -418,8 +418,7 @@ def _backward(softcap, top, chunk, split, transposed, saved, grads):
     placed = _placed(local, split, transposed, "rvrrrrwrmrrrrrr", "rrm" if has_few else "r" if learns is None else "rv")
     of_ids = None if saved[6] is None else grads[-1]  # the most probable tokens have no gradient
     grad_hidden, *of_head = placed(*saved[1:-1], *grads[:2], of_ids)
-    grad_few, grad_more = of_head if has_few else (None, None)
-    grad_head = of_head[0] if of_head and not has_few else None
+    grad_head, grad_few, grad_more = (None, *of_head) if has_few else (*(of_head or [None]), None, None)
     return grad_hidden, grad_head, None, None, None, None, None, grad_few, grad_more
 
 
