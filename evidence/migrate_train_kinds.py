@@ -172,7 +172,7 @@ def rows(config, out: Path) -> None:
             put(row, data.completion_column, answer)
         if recipe in ("preference", "reward_model"):
             for column, good in ((data.chosen_column, True), (data.rejected_column, False)):
-                put(row, column, talk[good] if data.chat != "false" else f"12{talk[good][1]['content']}")
+                put(row, column, talk[good] if data.chat != "false" else talk[good][1]["content"])
         if data.image_column and config.model.config.get("vision_config"):
             put(row, data.prompt_column, [{"role": "user", "content": f"<image>{question}"}])
             put(row, data.image_column, [picture(i)])
