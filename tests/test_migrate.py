@@ -27,7 +27,6 @@ from jaxrl.resolve.checks.common import check
 # Keys whose default, written down, is not what they are when left out: that is their point.
 NOT_THE_SAME = {"roll": ("actor_train.data_args.image_",), "roll/on_policy_distill": ("student_train.data_args.image_",),
                 "roll/agentic": ("actor_infer.generating_args.",),
-                "roll/agentic": ("actor_infer.generating_args.",),
                 "tunix": ("ppo_config.", "rl_training_config.", "tokenizer_config.tokenizer_path"),
                 "trl/preference": ("desirable_", "undesirable_", "cpo_alpha", "simpo_gamma"),
                 "skyrl": ("generator.eval_sampling_params.",),

@@ -141,6 +141,6 @@ def test_options_of_accelerate_are_no_job():
 
 
 def test_rows_that_no_file_names_are_asked_for(tmp_path):
-    _, report, _ = run(tmp_path, GRPO.replace('load_dataset("someone/sums", "main", split=["train", "test"])', "None").replace("data = data.map(lambda row: row)", ""), "--gpus=2",
-                       name="job.py", system="trl")
+    unnamed = GRPO.replace('load_dataset("someone/sums", "main", split=["train", "test"])', "None").replace("data = data.map(lambda row: row)", "")
+    _, report, _ = run(tmp_path, unnamed, "--gpus=2", name="job.py", system="trl")
     assert any(text.startswith("data.path: the source names no data set") for text in report["needs_you"])

@@ -45,7 +45,8 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
 # granite-4.0-h-tiny.json is not a copy of its config.json, which no public repository was found to hold whole. Copies of parts of it have
 # the same sizes, layers, embedding_multiplier, logits_scaling and rms_norm_eps; attention_multiplier and residual_multiplier, which decide
 # no parameter, are as in the family's other models.
-WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30, "gemma-3-27b-it": 27.43}  # the same of the whole model
+WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30,
+              "gemma-3-27b-it": 27.43}  # the same of the whole model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
