@@ -160,3 +160,28 @@ def logits(model, params, arrays, images):
 def stored_name(kind: str, name: str) -> str:
     """transformers' name of a parameter on disk."""
     return name if kind.startswith("qwen3") else name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+PIECES = ([5, (4, 6), 3, (2, 2), 4], [9], [3, (8, 2), 6], [2, (2, 4), 1, (2, 4), 2])
+
+
+def sequences(merge=2, patch=4, pieces=PIECES):
+    out = []
+    for i, own in enumerate(pieces):
+        ids, firsts, grids = sequence(i, own, merge)
+        out.append((ids, firsts, grids, [pixels(10 * i + k, grid, patch) for k, grid in enumerate(grids)]))
+    return out
+
+
+def rows_for(model, sequences, **options):
+    tower = model.config.vision
+    return rows(sequences, merge=tower.merge, window=tower.window, **options)
+
+
+def value_and_gradients(model, params, arrays, images):
+    """Of a function of all log-probabilities of all real tokens."""
+    def loss(params):
+        out = jax.nn.log_softmax(model.logits(params, model.hidden(params, *arrays, images=images)))
+        return jnp.sum(jnp.where(jnp.asarray(arrays[2] > 0)[..., None], jnp.sin(out), 0))
+
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(params)

@@ -15,8 +15,9 @@ from jaxrl.resolve.checks import common
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py"))
 GAMES = [f"{name}:{game}" for name in ("env", "env_sft") for game in ("calc", "guess", "library", "lake", "lake_pixels", "spot")]
-VARIANTS = [*(name for name in CONFIGS if not name.startswith("env")), "dpo:tiny", "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny",
-            *(f"reward_model:{name}" for name in ("weak", "rl", "rl_weak", "tiny")), *GAMES]
+VARIANTS = [*(name for name in CONFIGS if not name.startswith(("env", "vision_jobs"))), "dpo:tiny", "grpo:tiny", "grpo_sft:tiny", "grpo_vllm:tiny",
+            *(f"reward_model:{name}" for name in ("weak", "rl", "rl_weak", "tiny")),
+            *(f"vision_jobs:{name}" for name in ("dpo", "reward_model", "rl", "distill")), *GAMES]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

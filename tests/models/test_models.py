@@ -245,7 +245,7 @@ def test_flops_match_the_compiled_program():
     assert windowed.flops_per_token(8) == windowed.flops_per_token(100)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma3_vision_text"])  # our name for Gemma 3's text part behind a tower
 def test_defaults_are_those_of_transformers(family):
     """A config that leaves out all that may be left out means the same to both."""
     from transformers import AutoConfig
@@ -358,7 +358,7 @@ def test_dynamic_rope_beyond_its_window_names_yarn():
 @pytest.mark.parametrize("entries, message", [
     ({"model_type": "mamba"}, r"model_type='mamba' is not supported; choose a checkpoint of: llama, mistral, qwen2"),
     ({"model_type": None}, r"model_type=None is not supported"),
-    ({"model_type": "gemma3"}, r"text-only Gemma 3 checkpoints have model_type gemma3_text"),
+    ({"model_type": "gemma3"}, r"text_config=None; give a table whose model_type is gemma3_text"),
     ({"architectures": ["Qwen3ForTokenClassification"]}, r"architectures=.* is not supported; take a Qwen3ForCausalLM"),
     ({"vocab_size": None}, r"vocab_size missing"),
     ({"hidden_size": "32"}, r"hidden_size='32'; give a positive integer"),

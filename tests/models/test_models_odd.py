@@ -169,7 +169,7 @@ def test_refused_by_name(family):
             pytest.fail(f"{family} takes {entries}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma3_vision_text"])  # tests/models/test_vision_gemma.py has its fields
 def test_the_table_has_every_field_of_the_configuration(family):
     """Each field of transformers' configuration class is in the table, or is none of the function's."""
     from transformers import AutoConfig

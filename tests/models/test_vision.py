@@ -12,6 +12,7 @@ import pytest
 from helpers import model_cases
 from helpers import vision_cases as cases
 from helpers.tiers import first_cases
+from helpers.vision_cases import PIECES, rows_for, sequences, value_and_gradients
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import build, rope
@@ -21,15 +22,6 @@ from jaxrl.models.vision.positions import Placed, image_rows, patch_places, rota
 
 pytestmark = pytest.mark.torch
 LIMIT = 1e-5  # of logits up to 5 in fp32
-PIECES = ([5, (4, 6), 3, (2, 2), 4], [9], [3, (8, 2), 6], [2, (2, 4), 1, (2, 4), 2])
-
-
-def sequences(merge=2, patch=4, pieces=PIECES):
-    out = []
-    for i, own in enumerate(pieces):
-        ids, firsts, grids = cases.sequence(i, own, merge)
-        out.append((ids, firsts, grids, [cases.pixels(10 * i + k, grid, patch) for k, grid in enumerate(grids)]))
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +49,6 @@ def want(want_of):
     return want_of("qwen3_vl")
 
 
-def rows_for(model, sequences, **options):
-    tower = model.config.vision
-    return cases.rows(sequences, merge=tower.merge, window=tower.window, **options)
-
-
 @first_cases(1, "kind, scan_layers", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen2_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False),
                                        ("qwen3_vl_moe", True), ("qwen3_vl_moe", False)])
 def test_logits_equal_transformers(folder_of, want_of, kind, scan_layers):
@@ -72,15 +59,6 @@ def test_logits_equal_transformers(folder_of, want_of, kind, scan_layers):
         got = np.asarray(cases.logits(model, params, arrays, images))
         for expected, place in zip(want_of(kind), places, strict=True):
             np.testing.assert_allclose(got[place], expected, atol=LIMIT)
-
-
-def value_and_gradients(model, params, arrays, images):
-    """Of a function of all log-probabilities of all real tokens."""
-    def loss(params):
-        out = jax.nn.log_softmax(model.logits(params, model.hidden(params, *arrays, images=images)))
-        return jnp.sum(jnp.where(jnp.asarray(arrays[2] > 0)[..., None], jnp.sin(out), 0))
-
-    return jax.jit(jax.value_and_grad(loss), compiler_options=model_cases.QUICK)(params)
 
 
 @pytest.mark.full

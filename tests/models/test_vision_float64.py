@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import vision_cases as cases
 from helpers.tiers import first_cases
-from models.test_vision import rows_for, sequences, value_and_gradients
+from helpers.vision_cases import rows_for, sequences, value_and_gradients
 
 from jaxrl.models import build
 from jaxrl.models.io import hf, tensorfile

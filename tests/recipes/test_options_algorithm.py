@@ -371,7 +371,7 @@ def test_the_overlong_buffer_as_a_fraction_of_the_longest_answer():
 
 def steps_of(c, update, batch, layout, columns):
     """The policy's optimizer steps on a batch, where only the update matters: update(batches) -> metrics."""
-    policy = SimpleNamespace(put=lambda packed: packed, update=update)
+    policy = SimpleNamespace(put=lambda packed: packed, update=update, shown=lambda traj: traj)
     prepared = rl_step.Prepared(rl_step.StepLayout(layout, layout, 0), columns, None, None, None)
     return rl_step.update_policy(decided(c), policy, batch, prepared)
 

@@ -185,7 +185,7 @@ def test_adapters_learn_beside_their_own_base(tmp_path, monkeypatch):
 
 def test_keys_are_of_prompt_and_answer():
     rows = (([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([1, 2], [3]))
-    batch = [preference.Completion(np.array(p, np.int32), np.array(a, np.int32)) for p, a in rows]
+    batch = [preference.Completion(np.array(p, np.int32), np.array(a, np.int32), None) for p, a in rows]
     keys = sums.completion_keys(preference.demonstrations(batch, [0, 1, 2, 3], False))
     assert keys[0] == keys[3] and len(set(keys)) == 3
 
@@ -215,11 +215,11 @@ def test_kto_learns_from_labels(tmp_path):
 
 
 def test_prompts_are_rolled_over_the_rows_of_a_step():
-    job = SimpleNamespace(config=load_config("grpo_sft", {"data.label_column": "label"}), row_shapes=training.row_shapes((16,), 16, 64, 1))
+    job = SimpleNamespace(config=load_config("grpo_sft", {"data.label_column": "label"}), row_shapes=training.row_shapes((16,), 16, 64, 1), images=None)
     job.config = SimpleNamespace(data=job.config.data, train=job.config.train, longest=6)
     ids = lambda *x: np.array(x, np.int32)  # noqa: E731
-    pair = SimpleNamespace(prompt_ids=ids(1, 2), target_ids=ids(3, 4), rejected_ids=ids(5), columns={})
-    single = SimpleNamespace(prompt_ids=ids(6, 7, 8), target_ids=ids(9), rejected_ids=None, columns={"label": False})
+    pair = SimpleNamespace(prompt_ids=ids(1, 2), target_ids=ids(3, 4), rejected_ids=ids(5), columns={}, images=None)
+    single = SimpleNamespace(prompt_ids=ids(6, 7, 8), target_ids=ids(9), rejected_ids=None, columns={"label": False}, images=None)
     step = preference.PreferenceStep(job, [pair, single])
     assert step.table.chosen.tolist() == [0] and step.table.rejected.tolist() == [1] and step.table.good.tolist() == [True, False, False]
     traj, _ = step.mismatched_prompts()

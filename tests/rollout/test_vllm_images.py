@@ -227,6 +227,7 @@ def test_the_servers_folder_names_our_model(tmp_path):
 
 def test_every_family_with_a_tower_has_a_model_in_the_plugin():
     wanted = {family.architecture for family in FAMILIES.values() if family.vision}
+    wanted -= {"Gemma3ForConditionalGeneration"}  # refused for its two-way mask, see rollout.engines
     assert wanted == set(vllm_plugin.ARCHITECTURES)
 
 

@@ -252,10 +252,10 @@ def _write(value, tile, target):
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
     """Returns [E, I, O]: left^T right of each expert's rows, plus sum_ExIxO, in a new array; see grouped.Kernels."""
-    (count, into, out), dtype, fresh = sum_ExIxO.shape, left_RxI.dtype, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
+    (count, into, out), fresh = sum_ExIxO.shape, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
     sizes = tuned.gpu_sizes("sums", out)
     pairs, tiles = -(-into // (ROWS * CONSUMERS)), out // sizes.width
-    scratch = _scratch_of_sums(sizes, dtype, sum_ExIxO.dtype, fresh)
+    scratch = _scratch_of_sums(sizes, left_RxI.dtype, sum_ExIxO.dtype, fresh)
 
     def kernel(left, right, *refs):
         total, (ends, result, own) = None if fresh else refs[0], refs[not fresh:]
@@ -272,8 +272,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
             """Returns a warpgroup's columns of the left side; where one is left over, both warpgroups' are the same."""
             return pl.ds(jnp.minimum(pair * CONSUMERS + c, into // ROWS - 1) * ROWS, ROWS)
 
-        def part_of(tile, part):
-            return pl.ds((tile * sizes.parts + part) * sizes.columns, sizes.columns)
+        part_of = lambda tile, part: pl.ds((tile * sizes.parts + part) * sizes.columns, sizes.columns)  # noqa: E731
 
         def produce(number, flat, before):
             expert, pair, tile, start, steps = place(flat)
@@ -308,13 +307,15 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
         _each(jnp.int32(count * pairs * tiles), consume, produce)
 
     kernel.__name__ = "experts_sums"
-    given = (left_RxI, right_RxO, lay.ends) if fresh else (left_RxI, right_RxO, sum_ExIxO, lay.ends)
     made = jax.ShapeDtypeStruct(sum_ExIxO.shape, sum_ExIxO.dtype)
-    return _apart(_launch(kernel, made, scratch, count * pairs * tiles, interpret)(*given), interpret)
+    launch = _launch(kernel, made, scratch, count * pairs * tiles, interpret)
+    return _apart(launch(left_RxI, right_RxO, *(() if fresh else (sum_ExIxO,)), lay.ends), interpret)
 
 
 def _scratch_of_sums(sizes, dtype, of_sum, fresh: bool) -> dict:
-    """Returns the shared memory and barriers of `sums`, by name. of_sum: dtype of its result; fresh: it adds to none."""
+    """Returns the shared memory and barriers of `sums`, by name.
+
+    of_sum: dtype of its result. fresh: it adds to none."""
     return dict(
         left=gp.swizzled((sizes.stages, CONSUMERS, DEEP, ROWS), dtype),
         right=gp.swizzled((sizes.stages, sizes.parts, DEEP, sizes.columns), dtype),
