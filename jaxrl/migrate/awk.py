@@ -43,7 +43,7 @@ def computed(text: str) -> str | None:
 
 def _number(text: str, values: Mapping[str, float]) -> float:
     def walk(node: ast.AST) -> float:
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
             return float(node.value)
         if isinstance(node, ast.Name) and node.id in values:
             return values[node.id]

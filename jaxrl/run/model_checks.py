@@ -31,7 +31,7 @@ def check_layers(config, model) -> None:
 def check_classifier(config, model_type: str) -> None:
     """Raises ConfigError for a reward model of a family without a sequence classifier."""
     if config.run.recipe == "reward_model" and not FAMILIES[model_type].classifies:
-        images = "; rows with images train one with its tower" * FAMILIES[model_type].vision
+        images = "; rows with images train one with its tower" * bool(FAMILIES[model_type].vision)
         raise ConfigError(f"run.recipe=reward_model with model_type={model_type}: transformers has no sequence "
                           f"classifier of this family to be written as; choose a model of another family{images}")
 

@@ -129,7 +129,8 @@ class SumOfTokens(Objective):
         logp, _, _ = outputs.logprobs()
         marked = outputs.mask & (batch.columns["marked"] != 0)
         gap = mean_by_sequence(logp - batch.columns["sampled"], marked, batch.sequences)
-        own = token_losses(logp, *(batch.columns[name] for name in OF_TOKENS), jax.lax.stop_gradient(gap))
+        given = [batch.columns[name] for name in OF_TOKENS]
+        own = token_losses(logp, *given, sequence_gap=jax.lax.stop_gradient(gap))
         losses = jnp.where(outputs.mask, own, 0)
         return jnp.sum(losses), jax.lax.stop_gradient({"logprob": logp, "losses": losses})
 

@@ -215,7 +215,8 @@ def test_kto_learns_from_labels(tmp_path):
 
 
 def test_prompts_are_rolled_over_the_rows_of_a_step():
-    job = SimpleNamespace(config=load_config("grpo_sft", {"data.label_column": "label"}), row_shapes=training.row_shapes((16,), 16, 64, 1), images=None)
+    shapes = training.row_shapes((16,), 16, 64, 1)
+    job = SimpleNamespace(config=load_config("grpo_sft", {"data.label_column": "label"}), row_shapes=shapes, images=None)
     job.config = SimpleNamespace(data=job.config.data, train=job.config.train, longest=6)
     ids = lambda *x: np.array(x, np.int32)  # noqa: E731
     pair = SimpleNamespace(prompt_ids=ids(1, 2), target_ids=ids(3, 4), rejected_ids=ids(5), columns={}, images=None)

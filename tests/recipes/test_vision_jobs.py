@@ -13,10 +13,12 @@ from safetensors.numpy import load_file
 import jaxrl
 from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
+from jaxrl.models.families import FAMILIES
 from jaxrl.recipes.distill import join_batches
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.roles import teacher_files, towers
 from jaxrl.roles.kept_features import KeptFeatures
+from jaxrl.run import model_checks
 from jaxrl.types import Places
 
 QUIET = {"log.console": "off", "log.tensorboard": False}
@@ -207,3 +209,11 @@ def test_teachers_on_servers_are_refused_with_images(tmp_path):
     with pytest.raises(ConfigError, match=r"the data holds images, and teacher.servers=\('http://localhost:1',\) does not"):
         jaxrl.train(job("distill", tmp_path, **{"teacher.servers": ("http://localhost:1",), "teacher.path": "x", "teacher.dtype": "bf16",
                                                 "eval.sets": (), "eval.controls": ()}))
+
+
+def test_a_family_without_a_classifier_is_refused_with_the_remedy():
+    """Read without its tower, a reward model would have no class to be written as."""
+    with pytest.raises(ConfigError, match="model_type=qwen3_vl_text: transformers has no sequence classifier .*; rows with images train one"):
+        model_checks.check_classifier(load_config("vision_jobs:reward_model"), "qwen3_vl_text")
+    with pytest.raises(ConfigError, match="choose a model of another family$"):
+        model_checks.check_classifier(load_config("reward_model"), next(k for k, f in FAMILIES.items() if not f.classifies and not f.vision))

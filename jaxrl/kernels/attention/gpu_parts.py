@@ -12,6 +12,7 @@ runs anywhere: it stages the left operand in shared memory. Everything else is o
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +47,12 @@ def zeros(shape, layout=WGMMA, value=0.0):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def accumulate(sums, products, stage):
+def loaded(ref, layout) -> Any:
+    """Returns a tile of shared memory in registers, in this layout."""
+    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue] (jax below 0.11 wants an index)
+
+
+def accumulate(sums, products, stage) -> Any:
     """Returns [sum + left() @ right, ...] in fp32; a left operand is computed while the product before it runs.
 
     Args:

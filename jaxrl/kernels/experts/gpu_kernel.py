@@ -222,10 +222,10 @@ def _consume(call, outs, own, warpgroup, number, block, tile):
     if own["beside"] is not None:
         plgpu.barrier_wait(own["beside"])
     if call.gates:
-        gates = gp.rows(plgpu.load(own["gates"].at[warpgroup], layout=gp.BY_ROW), shape)
+        gates = gp.rows(gp.loaded(own["gates"].at[warpgroup], gp.BY_ROW), shape)
     row_sum = None
     for part in range(parts):
-        biases = [gp.columns(plgpu.load(ref.at[part], layout=gp.BY_COLUMN).astype(jnp.float32), shape)
+        biases = [gp.columns(gp.loaded(ref.at[part], gp.BY_COLUMN).astype(jnp.float32), shape)
                   for ref in own["bias"]]
         made = list(laid_open(call.task.after, list(sums[part * call.sums:][:call.sums]), biases, gates))
         if call.summed:
@@ -300,7 +300,7 @@ def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         plgpu.copy_gmem_to_smem(total.at[at], mine, own["before"].at[warpgroup])
                         plgpu.barrier_wait(own["before"].at[warpgroup])
-                        value = value + plgpu.load(mine, layout=gp.WGMMA)
+                        value = value + gp.loaded(mine, gp.WGMMA)
                     _write(value, mine, result.at[at])
             return before + steps
 

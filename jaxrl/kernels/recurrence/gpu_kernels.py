@@ -94,7 +94,7 @@ def forward(call: Call, laid: Laid, scalars: Scalars, writes, pair, keep: bool):
                 tuple(gp.zeros(low[1]) for _ in asks),
                 tuple((lambda: rounded, ask.transpose((1, 0))) for ask in asks), own["stage_of_state"])
             faded, left = _gates(tile, low[1])
-            update = plgpu.load(tile["beside"], layout=gp.WGMMA)
+            update = gp.loaded(tile["beside"], gp.WGMMA)
             update = update - recalled[0] if call.delta else update
             if keep:
                 _write(update, own["update"], kept[1].at[here])
@@ -135,7 +135,7 @@ def backward(call: Call, laid: Laid, scalars: Scalars, d_out, d_pair):
             tile = {name: own[name].at[slot] for name in (*laid._fields, "beside") if own.get(name) is not None}
             plgpu.barrier_wait(own["ready"].at[slot])
             shape = tile["beside"].shape
-            rounded, asked = d_state.astype(dtype), plgpu.load(tile["beside"], layout=gp.WGMMA)
+            rounded, asked = d_state.astype(dtype), gp.loaded(tile["beside"], gp.WGMMA)
             faded, left = _gates(tile, shape)
             written, = gp.accumulate((gp.zeros(shape),), ((lambda: rounded, tile["k"].transpose((1, 0))),),
                                      own["stage_of_state"])
@@ -210,7 +210,7 @@ def _launch(call: Call, laid: Laid, scalars: Scalars, beside, pair, results, con
 
 def _gates(tile, shape):
     """Returns (faded, left) of each token, for every value."""
-    return tuple(gp.columns(plgpu.load(tile["gates"].at[i], layout=gp.BY_COLUMN), shape) for i in range(2))
+    return tuple(gp.columns(gp.loaded(tile["gates"].at[i], gp.BY_COLUMN), shape) for i in range(2))
 
 
 def _write(value, tile, target):
@@ -233,7 +233,7 @@ def _first(own, at: _Place, pair):
         plgpu.barrier_wait(own["loaded"])
 
     loaded(0)
-    state = plgpu.load(own["prompt"], layout=gp.WGMMA)
+    state = gp.loaded(own["prompt"], gp.WGMMA)
     plgpu.commit_smem()
     loaded(1)
     return state
@@ -252,12 +252,12 @@ def _begun(word, state, own):
     """Returns what a chunk begins with."""
     start = word & (SAVES - 1)
     state = lax.cond(start == ZERO, lambda s: gp.zeros(s.shape), lambda s: s, state)
-    return lax.cond(start == PROMPT, lambda s: plgpu.load(own["prompt"], layout=gp.WGMMA), lambda s: s, state)
+    return lax.cond(start == PROMPT, lambda s: gp.loaded(own["prompt"], gp.WGMMA), lambda s: s, state)
 
 
 def _and_prompt(own, d_state):
     """Returns d_state with that of the completions, which leaves its place."""
-    d_state = d_state + plgpu.load(own["prompt"], layout=gp.WGMMA)
+    d_state = d_state + gp.loaded(own["prompt"], gp.WGMMA)
     _keep(own["prompt"], gp.zeros(d_state.shape))
     return d_state
 
@@ -268,7 +268,7 @@ def _handed_on(word, d_state, own):
 
     @pl.when(start == PROMPT)
     def _():
-        _keep(own["prompt"], d_state + plgpu.load(own["prompt"], layout=gp.WGMMA))
+        _keep(own["prompt"], d_state + gp.loaded(own["prompt"], gp.WGMMA))
 
     is_new = (start == PROMPT) | (start == ZERO)
     return lax.cond(is_new, lambda s: gp.zeros(s.shape), lambda s: s, d_state)

@@ -332,7 +332,8 @@ def _rate(m: Migration, place: str) -> dict[str, tuple]:
         "lr": (float(peak), place + ("peak_value" if kind else "learning_rate"), place + "schedule_type")
     }
     for name in ("b1", "b2", "weight_decay"):
-        out[name] = (float(rate(m, place, name)), place + name)
+        value = rate(m, place, name)
+        out[name] = (OPTAX[name] if value is None else float(value), place + name)
     if kind != "warmup_cosine_decay_schedule":
         return out | {"schedule": ("constant", place + "schedule_type"), "warmup_steps": (0, place + "warmup_steps")}
     whole = int(rate(m, place, "decay_steps") or m.integer(TRAINING + "max_steps") or 1)

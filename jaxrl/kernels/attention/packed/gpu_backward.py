@@ -107,7 +107,7 @@ def _sum_dq(warpgroup, blocks, own, op, sizes):
     q, d_out, q_info = (own[name].at[warpgroup] for name in ("q", "d_out", "q_info"))
     shape, stage = (ROWS, sizes.block), stage_of(own, warpgroup)
     plgpu.barrier_wait(own["q_ready"])
-    lse, delta = (plgpu.load(own["stats"].at[warpgroup, i], layout=gp.BY_ROW) for i in range(2))
+    lse, delta = (gp.loaded(own["stats"].at[warpgroup, i], gp.BY_ROW) for i in range(2))
 
     def step(i, carry, masked):
         acc, done = carry
@@ -210,7 +210,7 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
 
         def weigh(raw):
             scores, tanh = gp.in_base_2(raw, op)
-            weights = jnp.exp2(scores - gp.columns(plgpu.load(stats.at[0], layout=gp.BY_COLUMN), shape))
+            weights = jnp.exp2(scores - gp.columns(gp.loaded(stats.at[0], gp.BY_COLUMN), shape))
             if masked:
                 weights = jnp.where(visible(own["q_info"].at[slot], k_info, shape, op, transposed=True), weights, 0.0)
             return weights, tanh
@@ -220,7 +220,7 @@ def _sum_dkv(warpgroup, blocks, own, op, sizes):
             lambda: plgpu.barrier_wait(own["second_ready"].at[slot]))
 
         def d_scores():
-            delta = gp.columns(plgpu.load(stats.at[1], layout=gp.BY_COLUMN), shape)
+            delta = gp.columns(gp.loaded(stats.at[1], gp.BY_COLUMN), shape)
             return _d_scores(weights, d_weights, delta, tanh).astype(dtype)
 
         d_v, d_k = gp.accumulate((d_v, d_k), (

@@ -102,7 +102,7 @@ def visible(q_info, k_info, shape, op, transposed=False):
     themselves, their reach is their position. Before the copy engine overwrites them, commit_smem.
     """
     def spread(ref, by_column):
-        vector = plgpu.load(ref, layout=gp.BY_COLUMN if by_column else gp.BY_ROW)
+        vector = gp.loaded(ref, gp.BY_COLUMN if by_column else gp.BY_ROW)
         return gp.columns(vector, shape) if by_column else gp.rows(vector, shape)
 
     reach, *q_rest = (spread(q_info.at[i], transposed) for i in range((3 if op.segments else 1) + op.reach))
