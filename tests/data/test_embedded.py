@@ -226,15 +226,18 @@ def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
         assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(want["image"]["bytes"]))))
         seen.append(pixels.tobytes())
         cells, colour = colours_of(pixels), got["prompt"].split()[2]
-        work, _, box = got.get("completion", "\\boxed{" + got.get("answer", "") + "}").rpartition("\n")
+        work, _, box = got.get("completion", got.get("chosen", "\\boxed{" + got.get("answer", "") + "}")).rpartition("\n")
         count = int(re.fullmatch(r"\\boxed\{(\d)\}", box)[1])
         assert count <= list(cells.values()).count(colour) and count <= shapes.MOST
+        if "rejected" in got:
+            assert got["rejected"].rpartition("\n")[2] != box
         if work:
             named = [] if work == "none" else work.split()
             assert len(named) == count and all(cells[cell] == colour for cell in named)
     others = {row["image"]["bytes"] for other in shapes.PICTURES if other != name for row in shapes_rows(other)}
     assert not others & {row["image"]["bytes"] for row in shipped}
-    counts = collections.Counter(int(row["prompt"] != "" and (row.get("answer") or row["completion"].rpartition("{")[2][:-1])) for row in made)
+    boxed = [row.get("completion", row.get("chosen", "")).rpartition("{")[2][:-1] for row in made]
+    counts = collections.Counter(int(row["prompt"] != "" and (row.get("answer") or box)) for row, box in zip(made, boxed, strict=True))
     assert max(counts.values()) < 0.35 * len(made)  # what a policy that does not look can reach
 
 

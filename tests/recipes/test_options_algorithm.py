@@ -460,7 +460,7 @@ def table():
     traj, columns = batch_of_groups(groups=3, size=3)
     model = SimpleNamespace(
         forward=lambda params, tokens, *where: (params["table"][tokens], {}), head=lambda params: params["table"].T,
-        config=SimpleNamespace(final_softcap=0.0, tied=False))
+        compute_dtype=jnp.float32, config=SimpleNamespace(final_softcap=0.0, tied=False))
     params = {"table": jnp.asarray(0.5 * np.random.default_rng(0).normal(size=(61, 8)), jnp.float32)}
     shapes = training.row_shapes((), 24, 24 * 9, 1)
     layout = training.make_layout(traj.sizes, shapes, share_prompts=False)

@@ -217,7 +217,7 @@ def test_updates_of_rows_with_and_without_images_are_compiled_ahead(model_and_pa
     shapes = RowShapes((24,), ((1,),), patches=(most,))
     layout, text = make_layout(traj.sizes, shapes, share_prompts=False), np.zeros_like(traj.patches)
     rules = SimpleNamespace(rollout=SimpleNamespace(top_k=-1, group_size=3), algorithm=SimpleNamespace(routes="none"), longest=24,
-                            data=SimpleNamespace(max_prompt_tokens=12, prompts_per_step=4))
+                            train=SimpleNamespace(image_features="fresh"), data=SimpleNamespace(max_prompt_tokens=12, prompts_per_step=4))
     job = SimpleNamespace(config=rules, model=model, mesh=mesh, row_shapes=shapes, mesh_of=lambda role: mesh)
     with jax.set_mesh(mesh):
         update = training.make_update(model, optimizer, lambda i: 1.0, objective)
