@@ -12,9 +12,9 @@ All start from the warm start of configs/vision.py, which answers most questions
 of one form, so that only the picture tells them apart.
 
 The reward model learns from the same pairs; `rl` starts from the same warm start and sees the score of the reward model's export,
-whether a completion is right (`boxed`) is shown beside it with weight 0.
+whether a completion is right (`boxed`) is logged as well, with weight 0.
 
-Variants:  dpo, reward_model, rl, distill, each with '_tiny' behind it, too (a few seconds, learns next to nothing; for tests).
+Variants:  dpo, reward_model, rl, distill, and each with '_tiny' appended (a few seconds, learns next to nothing; for tests).
 """
 
 from jaxrl.config import default_config, load_config
@@ -24,10 +24,10 @@ JOBS = ("dpo", "reward_model", "rl", "distill")
 
 
 def get_config(arg=None):
-    """arg: one of JOBS, with '_tiny' behind it or not."""
+    """arg: one of JOBS, optionally with '_tiny' appended."""
     job, tiny = (arg or "").removesuffix("_tiny"), (arg or "").endswith("_tiny")
     if job not in JOBS:
-        raise ConfigError(f"vision_jobs has the variants {', '.join(JOBS)}, each with '_tiny' behind it or not, not {arg!r}")
+        raise ConfigError(f"vision_jobs has the variants {', '.join(JOBS)}, optionally with '_tiny' appended, not {arg!r}")
     if job == "rl":
         return rl(tiny)
     c = default_config()
