@@ -15,7 +15,7 @@ from jaxrl.algorithms import POLICY_LOSSES, TOKEN_MASKS, PolicyLoss, TokenMask
 from jaxrl.config.load import put
 from jaxrl.config.option import Option
 from jaxrl.config.registry import RECIPES
-from jaxrl.config.schema import SCHEMA
+from jaxrl.config.schema import SCHEMA, options
 from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks import common
@@ -23,11 +23,25 @@ from jaxrl.telemetry.health import mechanisms
 from jaxrl.telemetry.names import describe
 
 
+@pytest.fixture
+def add_option(monkeypatch):
+    """add_option(group, name, option) writes a row into the schema, as an edit of jaxrl/config would; the flat view, which is made once,
+    is made again with it, and without it after the test."""
+
+    def add(group, name, option):
+        monkeypatch.setitem(SCHEMA[group], name, option)
+        options.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    options.cache_clear()
+
+
 @pytest.mark.slow
-def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
+def test_a_loss_option_is_a_row_and_what_reads_it(add_option, monkeypatch, tmp_path):
     """Place one: the option, with default, bound and meaning. Place two: the loss, with its row. A run trains with it, its bound is
     kept, and it is refused where another loss is chosen, or a ratio that it does not take."""
-    monkeypatch.setitem(SCHEMA["algorithm"], "haste", Option(1.0, "factor on every token's loss", bound=">0"))
+    add_option("algorithm", "haste", Option(1.0, "factor on every token's loss", bound=">0"))
 
     def hasty(tokens, cfg):
         loss = -cfg.haste * jnp.where(tokens.mask, tokens.advantage * tokens.logp, 0)
@@ -60,9 +74,9 @@ def test_a_loss_option_is_a_row_and_what_reads_it(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_token_mask_is_an_option_and_a_row(monkeypatch, tmp_path):
+def test_a_token_mask_is_an_option_and_a_row(add_option, monkeypatch, tmp_path):
     """Place one: the option. Place two: the mask, with its row. A run leaves the tokens out, says how many, and would say that none is."""
-    monkeypatch.setitem(SCHEMA["algorithm"], "skip", Option(0, "no loss on every so many-th token; 0 = off", bound=">=0"))
+    add_option("algorithm", "skip", Option(0, "no loss on every so many-th token; 0 = off", bound=">=0"))
 
     def skip(tokens):
         return np.arange(len(tokens.tokens)) % tokens.options.skip > 0
