@@ -9,6 +9,10 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread for numpy's and torch's matrix products: two workers of pytest-xdist share the cores, and OpenBLAS's threads wait for
+# each other by spinning (a numpy engine took six times the processor time).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
 # They read the bytecode of jaxrl and write none: Python takes a file that a test writes twice within a second for the first.
 os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
