@@ -24,8 +24,9 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
     "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
     "olmo2": {**HEADS, "attention_bias": False},
+    "gemma2": {**HEADS, "tie_word_embeddings": True}, "ernie4_5": {**HEADS, "use_bias": False},
 }
-DENSE = ("mistral", "qwen3", "olmo2", "olmo3")
+DENSE = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
 
 
 def made(name):
