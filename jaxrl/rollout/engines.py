@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -149,6 +150,13 @@ def check_served(config, hf_config: dict, family) -> None:
         if fields.get(name, fixed) not in (None, fixed):
             raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={fields[name]!r}: vLLM computes "
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
+    from jaxrl.models.config import model_config  # which imports jax
+    from jaxrl.rollout.vllm.options import max_model_len
+    for rope in model_config(hf_config).ropes:
+        if rope.kind == "yarn" and (most := math.ceil(rope.factor * rope.original_max)) < max_model_len(config):
+            raise ConfigError(f"rollout.engine={config.rollout.engine} with sequences up to {max_model_len(config)} tokens: vLLM has "
+                              f"the positions of rope_type=yarn up to {most} (factor={rope.factor:g} of {rope.original_max}) and reads "
+                              "beyond them without an error; lower the lengths, raise factor, or set rollout.engine=jax")
 
 
 def check_tower_served(config, hf_config: dict, tower) -> None:

@@ -239,7 +239,7 @@ class Receiver:
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            if hasattr(module, "sinks") and hasattr(module, "attn"):  # some kernels read a copy in another dtype
+            if getattr(module, "sinks", None) is not None and hasattr(module, "attn"):  # some kernels read a copy in another dtype
                 module.attn.impl.sinks.data.copy_(module.sinks)
 
     def shutdown(self):
@@ -423,6 +423,7 @@ def info(worker) -> dict:
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
         "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
+        "query_growth": getattr(config.model_config.hf_text_config, "llama_4_scaling", None),
         "images": getattr(worker.get_model(), "takes_patches", False), "features": _kept_features(worker),
     }
 

@@ -24,6 +24,8 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
     "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
     "olmo2": {**HEADS, "attention_bias": False},
+    "ministral3": {**HEADS, "rope_parameters": {  # vLLM has positions up to factor x original_max_position_embeddings
+        "rope_type": "yarn", "factor": 16.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
     "gemma2": {**HEADS, "tie_word_embeddings": True}, "ernie4_5": {**HEADS, "use_bias": False},
 }
 DENSE = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
