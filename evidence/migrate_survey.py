@@ -5,8 +5,9 @@
 DIR is that of migrate_corpus.py. Read are scripts, YAML, TOML and Python files below FOLDERS of each clone's newest commit, with --gpus=8
 where the file does not say, as `jaxrl migrate` reads them; Python of systems of which programs are read. A file that no job starts
 (a helper, accelerate's or DeepSpeed's options, a data script) counts as unreadable. A written config has to load and to pass jaxrl's checks
-for its job. Several clones of a system, of different versions, count each. --keep writes the outcome of every file. --since also counts the files whose model is of a family that
-the table of models that are not trained names, that table as it is and as it was at a commit of this repository. Exits with 1 where a
+for its job. Several clones of a system, of different versions, count each. --keep writes the outcome of every file.
+--since also counts the files whose model is refused for its family, as the table of such models was at a commit of this repository and as
+it is. Exits with 1 where a
 file ends in a trace or a written config does not pass.
 """
 
@@ -91,7 +92,8 @@ def outcome_of(system: str, version: str, file: Path, out: Path) -> tuple[str, l
 def families(paths: Counter, since: str) -> dict:
     """Counts files whose model is refused for its family, by the table as it was at a commit and as it is, and names the models between.
     Models with towers, which another part reads, do not count. paths: name of a model, in lower case -> files."""
-    source = subprocess.run(["git", "show", f"{since}:jaxrl/migrate/models.py"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    source = subprocess.run(["git", "show", f"{since}:jaxrl/migrate/models.py"], capture_output=True, text=True, check=True,
+                            cwd=Path(__file__).parent)
     old: dict = {}
     exec(source.stdout, old)
 

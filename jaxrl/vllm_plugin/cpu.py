@@ -32,6 +32,9 @@ def change_vllm() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    supports = CPUUnquantizedExperts._supports_activation
+    CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
+    CPUUnquantizedExperts._supports_activation = staticmethod(lambda kind: kind.value == "relu2_no_mul" or supports(kind))
     CPUUnquantizedExperts.apply = _experts
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -122,6 +125,8 @@ def _experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activa
         if activation.value == "swigluoai":  # gpt-oss's
             gate, up = inner[:, ::2].clamp(max=7.0), inner[:, 1::2].clamp(-7.0, 7.0)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        if activation.value == "relu2_no_mul":  # Nemotron's, without a gate
+            return functional.relu(inner).square()
         gate, up = inner.chunk(2, dim=-1)
         return activations[activation.value](gate) * up
 

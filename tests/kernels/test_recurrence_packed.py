@@ -1,7 +1,6 @@
 """Recurrence and convolution of rows drawn at random: every sequence has the bits that it has alone."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

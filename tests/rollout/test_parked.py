@@ -141,7 +141,8 @@ def wandering(rng, count):
     for i in range(count):
         turns = int(rng.integers(1, 4))
         sampling = [SamplingParams(max_new_tokens=int(rng.integers(1, 9)), stop=("a", "b") if rng.random() < 0.3 else ()) for _ in range(turns)]
-        out.append((prompt(1000 + i, int(rng.integers(1, 14))), sampling, [prompt(2000 + 10 * i + t, int(rng.integers(1, 12))) for t in range(turns)]))
+        new = [prompt(2000 + 10 * i + t, int(rng.integers(1, 12))) for t in range(turns)]
+        out.append((prompt(1000 + i, int(rng.integers(1, 14))), sampling, new))
     return out
 
 
