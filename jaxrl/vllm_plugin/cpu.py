@@ -36,6 +36,9 @@ def change_vllm() -> None:
     CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
     CPUUnquantizedExperts._supports_activation = staticmethod(lambda kind: kind.value == "relu2_no_mul" or supports(kind))
     CPUUnquantizedExperts.apply = _experts
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    CPURouter._compute_routing = _in_one_group(CPURouter._compute_routing)
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = _rotation(RotaryEmbedding.forward_cpu)
@@ -99,6 +102,16 @@ def _unpacked_latents(choose):
         return choose(cls, wanted, attn_selector_config, *args, **kwargs)
 
     return get_attn_backend_cls
+
+
+def _in_one_group(choose):
+    """vLLM's router for CPUs takes sigmoid scores in groups alone; all experts are one group (MiniMax-M2)."""
+    def _compute_routing(self, *args, **kwargs):
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        return choose(self, *args, **kwargs)
+
+    return _compute_routing
 
 
 def _rotation(whole):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 
 # class of a model -> (how its parameters' names begin, how the trainer's do)
-NAMES = {"NemotronHForCausalLM": (("model.norm_f.", "model.norm."),)}
+NAMES = {"NemotronHForCausalLM": (("model.norm_f.", "model.norm."),),
+         "FalconH1ForCausalLM": (("model.final_layernorm.", "model.norm."),)}
 
 
 def loaded_name(model, name: str) -> str:
@@ -22,7 +23,7 @@ def sent_name(model, name: str) -> str:
     for theirs, ours in NAMES.get(type(model).__name__, ()):
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
-    return name
+    return name.replace(".mamba.mamba.", ".mamba.")  # Falcon-H1's
 
 
 def rates(name: str, held, place, received: dict):

@@ -28,6 +28,9 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
     "ministral3": {**HEADS, "rope_parameters": {  # vLLM has positions up to factor x original_max_position_embeddings
         "rope_type": "yarn", "factor": 16.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
     "nemotron_h": {**HEADS, **MAMBA, "n_shared_experts": 1}, "nemotron_h_dense": {**HEADS, **MAMBA, "n_groups": 1},
+    "granite4_dense": {**HEADS, "mamba_d_state": 16, "mamba_d_conv": 4, "time_step_limit": None, "mamba_proj_bias": False},
+    "falcon_h1": {**HEADS, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4,
+                  "mamba_rms_norm": False},
     "gemma2": {**HEADS, "tie_word_embeddings": True}, "ernie4_5": {**HEADS, "use_bias": False},
 }
 DENSE = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
