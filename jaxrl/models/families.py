@@ -313,7 +313,6 @@ FAMILIES = {
         renamed={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
                  "mamba_dt_limit": "time_step_limit"},
         within=(("backbone.", "model."), ("model.", "model.")), unread=r"mtp\..*", classifies=False,
-        vllm_lacks=_IN_VLLM,
         spelled=(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM", {
@@ -335,7 +334,9 @@ FAMILIES = {
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", embed_factor="embedding_multiplier", norms="falcon_h1",
         feed_forward="falcon_mlp", recurrent="falcon_h1", is_mamba=True, convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias",
         recurrent_out_bias="projectors_bias", scaled=True, sizes=_MAMBA_SIZES, classifies=False, within=(("model.", "model."),),
-        spelled=(("model.final_layernorm.", "model.norm."),), vllm_lacks=_IN_VLLM),
+        spelled=(("model.final_layernorm.", "model.norm."),), vllm_assumes={
+            "attention_bias": False, "mlp_bias": False, "projectors_bias": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+            "time_step_limit": [0.0, math.inf]}),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},

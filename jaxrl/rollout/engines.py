@@ -152,7 +152,11 @@ def check_served(config, hf_config: dict, family) -> None:
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
     from jaxrl.models.config import model_config  # which imports jax
     from jaxrl.rollout.vllm.options import max_model_len
-    for rope in model_config(hf_config).ropes:
+    model = model_config(hf_config)
+    if family.is_mamba and model.linear_key_heads == 1 and config.rollout.vllm.tensor_parallel > 1:
+        raise ConfigError(f"rollout.vllm.tensor_parallel={config.rollout.vllm.tensor_parallel} with one group of B and C: vLLM copies the "
+                          "group to every worker, which the check of published weights does not know; set 1")
+    for rope in model.ropes:
         if rope.kind == "yarn" and (most := math.ceil(rope.factor * rope.original_max)) < max_model_len(config):
             raise ConfigError(f"rollout.engine={config.rollout.engine} with sequences up to {max_model_len(config)} tokens: vLLM has "
                               f"the positions of rope_type=yarn up to {most} (factor={rope.factor:g} of {rope.original_max}) and reads "

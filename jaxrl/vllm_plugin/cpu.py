@@ -32,6 +32,9 @@ def change_vllm() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    FusedMoEConfig.__post_init__ = _without_gates(FusedMoEConfig.__post_init__)
     supports = CPUUnquantizedExperts._supports_activation
     CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
     CPUUnquantizedExperts._supports_activation = staticmethod(lambda kind: kind.value == "relu2_no_mul" or supports(kind))
@@ -102,6 +105,19 @@ def _unpacked_latents(choose):
         return choose(cls, wanted, attn_selector_config, *args, **kwargs)
 
     return get_attn_backend_cls
+
+
+def _without_gates(check):
+    """vLLM refuses experts without a gate (Nemotron's) on CPUs, whose kernel lacks them; `_experts` computes them."""
+    def __post_init__(self):
+        kind, told = type(self), type(self).is_act_and_mul
+        kind.is_act_and_mul = True
+        try:
+            check(self)
+        finally:
+            kind.is_act_and_mul = told
+
+    return __post_init__
 
 
 def _in_one_group(choose):

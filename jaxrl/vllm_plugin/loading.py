@@ -19,10 +19,12 @@ def loaded_name(model, name: str) -> str:
 
 
 def sent_name(model, name: str) -> str:
-    """Returns the trainer's name of one of vLLM's parameters: the inverse of `loaded_name`."""
+    """Returns the trainer's name of one of vLLM's parameters, which its loaders take, too, but for NAMES."""
     for theirs, ours in NAMES.get(type(model).__name__, ()):
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
+    if type(model).__name__ == "GraniteMoeHybridForCausalLM":
+        return name.replace(".block_sparse_moe.gate.", ".block_sparse_moe.router.layer.")
     return name.replace(".mamba.mamba.", ".mamba.")  # Falcon-H1's
 
 

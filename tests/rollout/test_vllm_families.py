@@ -29,11 +29,13 @@ OTHERS = {  # what differs from the entries in helpers.tiny_models
         "rope_type": "yarn", "factor": 16.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
     "nemotron_h": {**HEADS, **MAMBA, "n_shared_experts": 1}, "nemotron_h_dense": {**HEADS, **MAMBA, "n_groups": 1},
     "granite4_dense": {**HEADS, "mamba_d_state": 16, "mamba_d_conv": 4, "time_step_limit": None, "mamba_proj_bias": False},
+    "granite4": {**HEADS, "mamba_d_state": 16, "mamba_d_conv": 4},
     "falcon_h1": {**HEADS, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4,
                   "mamba_rms_norm": False},
     "gemma2": {**HEADS, "tie_word_embeddings": True}, "ernie4_5": {**HEADS, "use_bias": False},
 }
-DENSE = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2")
+SERVED = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2",
+         "nemotron_h", "nemotron_h_dense", "falcon_h1", "granite4", "granite4_dense")
 
 
 def made(name, scale=0.15):
@@ -59,7 +61,7 @@ def test_every_publish_reaches_every_tensor(name):
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in DENSE if name != "qwen3")])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVED if name != "qwen3")])
 def test_a_family_computes_the_trainers_log_probs(name):
     """Of what it sampled within 1e-5, after weights that it was given; not those of other weights."""
     hf_config, model, (first, second) = made(name, 0.1)  # of larger weights fp32's rounding is up to 1.3e-5

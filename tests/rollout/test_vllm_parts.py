@@ -244,6 +244,17 @@ def test_positions_beyond_what_vllm_has_are_refused(tmp_path):
     check_served(asked, hf_config, models.FAMILIES[kind])
 
 
+def test_one_group_of_a_recurrence_is_not_split():
+    kind, entries = HYBRIDS["falcon_h1_plain"]
+    hf_config = {**SIZES, **entries, "model_type": kind, "projectors_bias": False, "attention_bias": False, "mlp_bias": False,
+                 "mamba_proj_bias": False, "mamba_rms_norm": False}
+    check_served(runnable(rollout__engine="vllm"), hf_config, models.FAMILIES[kind])
+    with pytest.raises(ConfigError, match=r"rollout.vllm.tensor_parallel=2 with one group of B and C"):
+        check_served(runnable(rollout__engine="vllm", rollout__vllm__tensor_parallel=2), hf_config, models.FAMILIES[kind])
+    with pytest.raises(ConfigError, match=r"time_step_limit=\[0.1, 2.0\]: vLLM computes"):
+        check_served(runnable(rollout__engine="vllm"), {**hf_config, "time_step_limit": [0.1, 2.0]}, models.FAMILIES[kind])
+
+
 def test_growth_of_queries_is_where_vllm_reads_it(tmp_path, monkeypatch):
     """In the config.json of our servers; of others, where sequences are longer than the window from which queries grow."""
     kind, entries = ARCHITECTURES["ministral3"]
