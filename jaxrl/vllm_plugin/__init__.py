@@ -243,7 +243,8 @@ class Receiver:
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            if getattr(module, "sinks", None) is not None and hasattr(module, "attn"):  # some kernels read a copy in another dtype
+            # some kernels read a copy in another dtype
+            if getattr(module, "sinks", None) is not None and hasattr(module, "attn"):
                 module.attn.impl.sinks.data.copy_(module.sinks)
 
     def shutdown(self):
@@ -424,7 +425,8 @@ def digests(worker) -> str:
     The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them;
     what it holds in a wider dtype than it was given is summed in the one that it was given."""
     model, engine = worker.get_model(), worker.weight_transfer_engine
-    sent, names, rates = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset()), getattr(engine, "rates", {})
+    sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
+    rates = getattr(engine, "rates", {})
     return json.dumps({name: [digest(piece.to(sent.get(name, piece.dtype))), str(piece.dtype).removeprefix("torch."),
                               list(piece.shape), *place] for name, piece, place in pieces(model, names, rates)})
 

@@ -37,7 +37,8 @@ def change_vllm() -> None:
     FusedMoEConfig.__post_init__ = _without_gates(FusedMoEConfig.__post_init__)
     supports = CPUUnquantizedExperts._supports_activation
     CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
-    CPUUnquantizedExperts._supports_activation = staticmethod(lambda kind: kind.value == "relu2_no_mul" or supports(kind))
+    CPUUnquantizedExperts._supports_activation = staticmethod(
+        lambda kind: kind.value == "relu2_no_mul" or supports(kind))
     CPUUnquantizedExperts.apply = _experts
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 

@@ -398,7 +398,7 @@ FAMILIES = {
                     num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8, query_pre_attn_scalar=32,
                     max_position_embeddings=256, tie_word_embeddings=True), True),
     **{f"{name}, scanned": ({**SIZES, **entries, "model_type": kind}, True) for name, (kind, entries) in (
-        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items() if not families.FAMILIES[kind].vllm_lacks},
+        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items() if not families.FAMILIES[kind].is_mamba},
 }
 
 
