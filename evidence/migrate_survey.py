@@ -1,12 +1,14 @@
 """Outcomes of all example configs of other systems' clones, with the reasons of those that are refused or unreadable, most frequent first.
 
-    python evidence/migrate_survey.py --clones=DIR [--systems=roll,verl] [--keep=FILE.json] [--most=20]     # some five minutes
+    python evidence/migrate_survey.py --clones=DIR [--systems=roll,verl] [--keep=FILE.json] [--most=20] [--since=COMMIT]     # some five minutes
 
 DIR is that of migrate_corpus.py. Read are scripts, YAML, TOML and Python files below FOLDERS of each clone's newest commit, with --gpus=8
 where the file does not say, as `jaxrl migrate` reads them; Python of systems of which programs are read. A file that no job starts
 (a helper, accelerate's or DeepSpeed's options, a data script) counts as unreadable. A written config has to load and to pass jaxrl's checks
-for its job. Several clones of a system, of different versions, count each. --keep writes the outcome of every file. Exits with 1 where
-a file ends in a trace or a written config does not pass.
+for its job. Several clones of a system, of different versions, count each. --keep writes the outcome of every file.
+--since also counts the files whose model is refused for its family, as the table of such models was at a commit of this repository and as
+it is. Exits with 1 where a
+file ends in a trace or a written config does not pass.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from migrate_corpus import clone  # noqa: E402
 from jaxrl.config.load import load_config  # noqa: E402
 from jaxrl.errors import ConfigError  # noqa: E402
 from jaxrl.migrate import __main__ as command  # noqa: E402
+from jaxrl.migrate import models  # noqa: E402
 from jaxrl.migrate.systems import table_of  # noqa: E402
 from jaxrl.resolve.checks.common import check  # noqa: E402
 
@@ -86,14 +89,38 @@ def outcome_of(system: str, version: str, file: Path, out: Path) -> tuple[str, l
     return report["outcome"], reasons
 
 
+def families(paths: Counter, since: str) -> dict:
+    """Counts files whose model is refused for its family, by the table as it was at a commit and as it is, and names the models between.
+    Models with towers, which another part reads, do not count. paths: name of a model, in lower case -> files."""
+    source = subprocess.run(["git", "show", f"{since}:jaxrl/migrate/models.py"], capture_output=True, text=True, check=True,
+                            cwd=Path(__file__).parent)
+    old: dict = {}
+    exec(source.stdout, old)
+
+    def refused(path, module):
+        what = next((what for pattern, what in module["NOT_TRAINED"] if re.fullmatch(pattern, path)), "")
+        return what not in ("", module["_VISION"])
+
+    before, now = ({path: n for path, n in paths.most_common() if refused(path, module)} for module in (old, vars(models)))
+    return {"since": since, "before": sum(before.values()), "now": sum(now.values()), "refused": now,
+            "read": {path: n for path, n in before.items() if path not in now}}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--systems", default="")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--most", type=int, default=20)
+    parser.add_argument("--since", default="")
     args = parser.parse_args()
-    results, every = {}, {}
+    results, every, paths = {}, {}, Counter()
+
+    def noted(m):
+        paths[str(m.options.get("model.path", ("",))[0]).rstrip("/").rsplit("/", 1)[-1].lower()] += 1
+        return models.trained(m)
+
+    command.trained = noted
     for repository, system, version in CLONES:
         if args.systems and system not in args.systems.split(","):
             continue
@@ -113,6 +140,9 @@ def main() -> int:
         print(repository, *(f"{n:4} {outcome}: {why}" for outcome, why, n in row["reasons"]), sep="\n    ")
     table(["clone", *names], [[r, *(row.get(n, 0) for n in names)] for r, row in results.items()])
     print({n: sum(row.get(n, 0) for row in results.values()) for n in names})
+    if args.since:
+        results["families"] = families(paths, args.since)
+        print(results["families"])
     if args.keep:
         args.keep.write_text(json.dumps(every, indent=1))
     if not args.systems:

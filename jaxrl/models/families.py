@@ -92,7 +92,6 @@ class Family:
     within: tuple = (("model.language_model.", "model."),)  # names in a model of several parts begin so, and so alone
     unread: str = ""                     # pattern of further tensors on disk that belong to parts not computed here
     unwritten: str = ""                  # and of those among them that an export leaves out
-    vllm_lacks: str = ""                 # why vLLM does not serve it
     vllm_assumes: dict = dataclasses.field(default_factory=dict)  # fields that vLLM does not read; a tuple is of layers in turns
     classifier_name: str = ""            # of its sequence classifier; empty = by the architecture's name
 
@@ -131,7 +130,7 @@ _HYBRID = {"head_dim": 256, "attention_bias": False, "partial_rotary_factor": 0.
 _MAMBA = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
           "mamba_conv_bias": True, "mamba_proj_bias": False}
 _MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
-_IN_VLLM = "vLLM holds -exp(A_log) in place of A_log, which the check of published weights cannot compare yet"
+_UNLIMITED = {"time_step_limit": [0.0, math.inf]}
 _MTP = r"model\.mtp_layers\..*"  # MiMo's
 TOWER = Family.tower
 GEMMA_TOWER = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
@@ -313,7 +312,6 @@ FAMILIES = {
         renamed={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_dt_min": "time_step_min",
                  "mamba_dt_limit": "time_step_limit"},
         within=(("backbone.", "model."), ("model.", "model.")), unread=r"mtp\..*", classifies=False,
-        vllm_lacks=_IN_VLLM,
         spelled=(("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM", {
@@ -325,7 +323,7 @@ FAMILIES = {
         convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias", may_turn=True, sizes=_MAMBA_SIZES,
         mlp_size="shared_intermediate_size", dense="granite_mlp", feed_forward="granite_experts", expert_size="intermediate_size",
         experts_count="num_local_experts", shared_expert_size="shared_intermediate_size", shared_gate=False, norm_topk=True,
-        fused_in="block_sparse_moe", fused_only=True, classifies=False, vllm_lacks=_IN_VLLM),
+        fused_in="block_sparse_moe", fused_only=True, classifies=False, vllm_assumes=_UNLIMITED),
     "falcon_h1": Family(
         "FalconH1ForCausalLM", {
             **_SHARED, **_MAMBA, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8, "attention_bias": False,
@@ -335,7 +333,9 @@ FAMILIES = {
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", embed_factor="embedding_multiplier", norms="falcon_h1",
         feed_forward="falcon_mlp", recurrent="falcon_h1", is_mamba=True, convolution_bias="mamba_conv_bias", recurrent_bias="mamba_proj_bias",
         recurrent_out_bias="projectors_bias", scaled=True, sizes=_MAMBA_SIZES, classifies=False, within=(("model.", "model."),),
-        spelled=(("model.final_layernorm.", "model.norm."),), vllm_lacks=_IN_VLLM),
+        spelled=(("model.final_layernorm.", "model.norm."),), vllm_assumes={
+            "attention_bias": False, "mlp_bias": False, "projectors_bias": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+            **_UNLIMITED}),
     "qwen3_vl_text": Family(
         "Qwen3VLForConditionalGeneration", {**_SHARED, "head_dim": 128, "attention_bias": False, "max_position_embeddings": 128000,
                                             "rope_theta": 500000.0, "num_key_value_heads": 32},

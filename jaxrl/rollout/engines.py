@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -139,9 +140,6 @@ def check_served(config, hf_config: dict, family) -> None:
         raise ConfigError(f"algorithm.routes=sampled with model_type={hf_config['model_type']}: vLLM keeps the experts "
                           "of its tokens with the prefix cache, which is off for models with recurrent layers; set "
                           "scored, or rollout.engine=jax")
-    if family.vllm_lacks:
-        raise ConfigError(f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}: models "
-                          f"of this family are not handed to vLLM ({family.vllm_lacks}); set rollout.engine=jax")
     fields = {**family.defaults, **hf_config}
     for name, fixed in family.vllm_assumes.items():
         if isinstance(fixed, tuple):
@@ -149,6 +147,19 @@ def check_served(config, hf_config: dict, family) -> None:
         if fields.get(name, fixed) not in (None, fixed):
             raise ConfigError(f"rollout.engine={config.rollout.engine} with {name}={fields[name]!r}: vLLM computes "
                               f"models of model_type={hf_config['model_type']} with {fixed!r}; set rollout.engine=jax")
+    from jaxrl.models.config import model_config  # which imports jax
+    from jaxrl.rollout.vllm.options import max_model_len
+    model = model_config(hf_config)
+    if family.is_mamba and model.linear_key_heads == 1 and config.rollout.vllm.tensor_parallel > 1:
+        raise ConfigError(f"rollout.vllm.tensor_parallel={config.rollout.vllm.tensor_parallel} with one group of B "
+                          "and C: vLLM copies the group to every worker, which the check of published weights does "
+                          "not know; set 1")
+    for rope in model.ropes:
+        if rope.kind == "yarn" and (most := math.ceil(rope.factor * rope.original_max)) < max_model_len(config):
+            raise ConfigError(f"rollout.engine={config.rollout.engine} with sequences up to {max_model_len(config)} "
+                              f"tokens: vLLM has the positions of rope_type=yarn up to {most} (factor={rope.factor:g} "
+                              f"of {rope.original_max}) and reads beyond them without an error; lower the lengths, "
+                              "raise factor, or set rollout.engine=jax")
 
 
 def check_tower_served(config, hf_config: dict, tower) -> None:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from jaxrl.vllm_plugin import cpu
+from jaxrl.vllm_plugin import cpu, loading
 
 BACKEND = "jaxrl"
 PROTOCOL = 5  # of the payloads below; the trainer refuses another one
@@ -163,6 +163,7 @@ class Receiver:
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     names = received = frozenset()
     dtypes: dict = {}  # of what was received, by name: vLLM may hold it in another one
+    rates: dict = {}  # A_log as it was received, by name: Mamba-2 holds another number
     nccl = None
 
     def init_transfer_engine(self, init_info):
@@ -184,12 +185,13 @@ class Receiver:
         """Begins vLLM's layer-wise loading, after closing what a failed update left open. Part of vLLM's interface."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
-        self.received, self.gates, self.dtypes = set(), {}, {}
+        self.received, self.gates, self.dtypes, self.rates = set(), {}, {}, {}
         for layer in self.model.modules():  # an update that failed halfway leaves them open, with what had arrived
             info = layerwise.get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
+        loading.name_loaders(self.model)
         leaves_tower = hasattr(self.model, "visual") and not any(is_of_tower(name) for name in self.names)
         initialize_layerwise_reload(self.model.language_model if leaves_tower else self.model)
 
@@ -228,8 +230,10 @@ class Receiver:
             raise ValueError(f"jaxrl: tensor {name} was not announced")
         if expected and digest(tensor) != expected:
             raise ValueError(f"jaxrl: tensor {name} arrived damaged")
-        _load(self.model, name, tensor.to(self.device), self.gates)
+        loading.load(self.model, name, tensor.to(self.device), self.gates)
         self.received.add(name)
+        if name.endswith(".A_log"):
+            self.rates[name] = tensor.to(self.device, copy=True)
         self.dtypes[name] = tensor.dtype
 
     def finish_weight_update(self):
@@ -239,7 +243,8 @@ class Receiver:
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            if hasattr(module, "sinks") and hasattr(module, "attn"):  # some kernels read a copy in another dtype
+            # some kernels read a copy in another dtype
+            if getattr(module, "sinks", None) is not None and hasattr(module, "attn"):
                 module.attn.impl.sinks.data.copy_(module.sinks)
 
     def shutdown(self):
@@ -257,35 +262,6 @@ def __getattr__(name):
 
         return globals().setdefault(name, TransferEngine)
     raise AttributeError(name)
-
-
-def _is_gpt_oss(model) -> bool:
-    return type(model).__name__ == "GptOssForCausalLM"
-
-
-def _load(model, name: str, tensor, gates: dict) -> None:
-    """One tensor. vLLM's loader of gpt-oss copies sinks, and experts in one stack, past their parameters' loaders,
-    which a reload needs: sinks go through theirs, experts one by one, as vLLM takes them too: transposed, gate and up
-    in turns. `gates` keeps what waits for its up."""
-    import torch
-    from vllm.model_executor.models.utils import is_pp_missing_parameter
-
-    path, _, leaf = name.rpartition(".")
-    expert, _, kind = path.rpartition(".")
-    if not _is_gpt_oss(model) or leaf != "sinks" and ".experts." not in name:
-        model.load_weights([(name, tensor)])
-    elif leaf == "sinks":
-        if not is_pp_missing_parameter(own := f"{path.removesuffix('.self_attn')}.attn", model):
-            module = model.get_submodule(own)
-            start = module.qkv_proj.tp_rank * len(module.sinks)
-            module.sinks.weight_loader(module.sinks, tensor[start:start + len(module.sinks)])
-    elif kind == "down_proj":
-        model.load_weights([(f"{expert}.w2_{leaf}", tensor.t())])  # of a bias, itself
-    elif (other := gates.pop((expert, leaf), None)) is None:
-        gates[expert, leaf] = kind, tensor
-    else:
-        pair = [tensor, other[1]] if kind == "gate_proj" else [other[1], tensor]
-        model.load_weights([(f"{expert}.w13_{leaf}", torch.stack(pair, dim=1).flatten(0, 1).t())])
 
 
 class Nccl:
@@ -423,6 +399,7 @@ def info(worker) -> dict:
         "sleeps": config.model_config.enable_sleep_mode or current_platform.is_cpu(),  # the CPU's has nothing to free
         "missing": sorted(getattr(engine, "names", set()) - getattr(engine, "received", set())),
         "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
+        "query_growth": getattr(config.model_config.hf_text_config, "llama_4_scaling", None),
         "images": getattr(worker.get_model(), "takes_patches", False), "features": _kept_features(worker),
     }
 
@@ -449,8 +426,9 @@ def digests(worker) -> str:
     what it holds in a wider dtype than it was given is summed in the one that it was given."""
     model, engine = worker.get_model(), worker.weight_transfer_engine
     sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
+    rates = getattr(engine, "rates", {})
     return json.dumps({name: [digest(piece.to(sent.get(name, piece.dtype))), str(piece.dtype).removeprefix("torch."),
-                              list(piece.shape), *place] for name, piece, place in pieces(model, names)})
+                              list(piece.shape), *place] for name, piece, place in pieces(model, names, rates)})
 
 
 def adapter(worker, path: str) -> str:
@@ -474,11 +452,14 @@ def is_of_tower(name: str) -> bool:
     return name.startswith("model.visual.")
 
 
-def pieces(model, sent=frozenset()) -> Iterator[tuple]:
+def pieces(model, sent=frozenset(), rates=None) -> Iterator[tuple]:
     """(HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter, fused ones taken apart, but for those
-    that HF's folder holds fused: `sent` has the names of its tensors."""
+    that HF's folder holds fused: `sent` has the names of its tensors. rates: Receiver.rates."""
     for name, piece, place in _pieces(model, sent):
-        if _is_gpt_oss(model):  # its modules have other names than its checkpoint
+        name = loading.sent_name(model, name)
+        if name.endswith(".A"):
+            name, piece = f"{name}_log", loading.rates(f"{name}_log", piece, place, rates or {})
+        if loading.is_gpt_oss(model):  # its modules have other names than its checkpoint
             name = name.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
         yield (_name_beside_tower(name) if hasattr(model, "visual") else name), piece, place
 
@@ -523,14 +504,14 @@ def _pieces(model, sent) -> Iterator[tuple]:
             if leaf == "sinks":
                 _check_sinks(full, module, data)
                 axis, module = 0, module.qkv_proj
-            elif leaf in ("A_log", "dt_bias"):  # one number a head
-                axis = 0
+            elif leaf in ("A_log", "A", "D", "dt_bias") or hasattr(module, "per_rank_hidden_size"):
+                axis = 0  # one number a head, and Mamba-2's gated norm
             elif hasattr(module, "input_is_parallel"):  # RowParallelLinear; its bias is whole
                 axis = 1 if leaf == "weight" else None
             elif hasattr(module, "gather_output"):  # ColumnParallelLinear; routers are replicated
                 axis = 0
             split = axis is not None and getattr(module, "tp_size", 1) > 1
-            start = module.tp_rank * data.shape[axis] if split else 0
+            start = getattr(module, "in_proj", module).tp_rank * data.shape[axis] if split else 0
             yield full, data, (axis, [(start, start + data.shape[axis])]) if split else (-1, [])
 
 
@@ -590,5 +571,7 @@ def _expert_pieces(path: str, module, leaf: str, data) -> Iterator[tuple]:
             half, turns = held.shape[0] // 2, config.activation.value == "swigluoai"
             gate, up = (held[::2], held[1::2]) if turns else (held[:half], held[half:])
             parts = {module.ckpt_gate_proj_name: gate[:count], module.ckpt_up_proj_name: up[:count]}
+            if not module.ckpt_up_proj_name:  # Nemotron's have no gate: the first of the two names is theirs
+                parts = {module.ckpt_gate_proj_name: held[:count]}
         for name, piece in parts.items():
             yield f"{path}.{expert}.{name}.{kind}", piece, place

@@ -32,7 +32,17 @@ def change_vllm() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    FusedMoEConfig.__post_init__ = _without_gates(FusedMoEConfig.__post_init__)
+    supports = CPUUnquantizedExperts._supports_activation
+    CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
+    CPUUnquantizedExperts._supports_activation = staticmethod(
+        lambda kind: kind.value == "relu2_no_mul" or supports(kind))
     CPUUnquantizedExperts.apply = _experts
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    CPURouter._compute_routing = _in_one_group(CPURouter._compute_routing)
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = _rotation(RotaryEmbedding.forward_cpu)
@@ -98,6 +108,29 @@ def _unpacked_latents(choose):
     return get_attn_backend_cls
 
 
+def _without_gates(check):
+    """vLLM refuses experts without a gate (Nemotron's) on CPUs, whose kernel lacks them; `_experts` computes them."""
+    def __post_init__(self):
+        kind, told = type(self), type(self).is_act_and_mul
+        kind.is_act_and_mul = True
+        try:
+            check(self)
+        finally:
+            kind.is_act_and_mul = told
+
+    return __post_init__
+
+
+def _in_one_group(choose):
+    """vLLM's router for CPUs takes sigmoid scores in groups alone; all experts are one group (MiniMax-M2)."""
+    def _compute_routing(self, *args, **kwargs):
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        return choose(self, *args, **kwargs)
+
+    return _compute_routing
+
+
 def _rotation(whole):
     """vLLM's kernel for CPUs takes the heads of a token to be one axis, the last. Of latent attention a part of each
     head is rotated, and heads are an axis of their own: torch rotates that."""
@@ -122,6 +155,8 @@ def _experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activa
         if activation.value == "swigluoai":  # gpt-oss's
             gate, up = inner[:, ::2].clamp(max=7.0), inner[:, 1::2].clamp(-7.0, 7.0)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        if activation.value == "relu2_no_mul":  # Nemotron's, without a gate
+            return functional.relu(inner).square()
         gate, up = inner.chunk(2, dim=-1)
         return activations[activation.value](gate) * up
 

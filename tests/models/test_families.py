@@ -46,9 +46,11 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
-# granite-4.0-h-tiny.json is not a copy of its config.json, which no public repository was found to hold whole. Copies of parts of it have
-# the same sizes, layers, embedding_multiplier, logits_scaling and rms_norm_eps; attention_multiplier and residual_multiplier, which decide
-# no parameter, are as in the family's other models.
+# Compared again with public repositories, which hold few of these files whole: granite-3.3-8b-instruct field by field (a copy of its config.json);
+# SmolLM3-3B and MiniMax-M2 in sizes, heads, base and experts (other projects' tests). granite-4.0-h-tiny.json is not a copy: no repository holds its
+# config.json whole. Two restatements (another project's test of its sizes and layers, and a preset) have every number of it that decides a
+# parameter, embedding_multiplier and logits_scaling; attention_multiplier and residual_multiplier are in the preset alone, which errs in the number
+# of experts and the vocabulary. The others were taken from copies when they were added and not compared again.
 WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30,
               "gemma-3-27b-it": 27.43}  # the same of the whole model
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers.tiers import first_cases
-from helpers.tiny_models import HYBRIDS, SIZES
+from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
@@ -145,6 +145,45 @@ def test_decoding_and_extending_are_the_forward_pass(folder, name):
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(after), strict=True):
         axis = int(path[0].key == "layers")
         np.testing.assert_array_equal(np.take(np.asarray(old), 1, axis), np.take(np.asarray(new), 1, axis))
+
+
+def tiny(name, **options):
+    kind, entries = (ARCHITECTURES | HYBRIDS)[name]
+    return build({k: v for k, v in {**SIZES, **entries, "model_type": kind}.items() if v is not None}, scan_layers=False, **options)
+
+
+@first_cases(1, "name", ["qwen3_5", "nemotron_h_dense"])
+def test_no_program_has_a_state_in_bf16(name):
+    """Of a model in bf16: forward, backward, prefill, insert, extend and decode, before a compiler has seen them. Keys of 5, values of 7."""
+    model = tiny(name, compute_dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), jax.eval_shape(model.init, jax.random.key(0)))
+    ids, row = jax.ShapeDtypeStruct((2, 48), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(2, 48, jnp.bfloat16))
+    states = [x for x in jax.tree.leaves(cache) if x.shape[-2:] == (5, 7)]
+    assert states and all(x.dtype == jnp.float32 for x in states)
+    programs = {
+        "forward, backward": jax.jit(jax.grad(lambda p, *a: model.hidden(p, *a).astype(jnp.float32).sum())).lower(params, ids, ids, ids, ids),
+        "prefill": jax.jit(lambda p, t, n: model.insert(model.init_cache(2, 48, jnp.bfloat16), model.prefill(p, t, n)[1], n, n)).lower(
+            params, ids, row),
+        "extend": jax.jit(model.extend).lower(params, ids, ids, cache, row), "decode": jax.jit(model.decode).lower(params, row, row, cache)}
+    for program, lowered in programs.items():
+        text = lowered.as_text()
+        assert "x5x7xf32>" in text and "x5x7xbf16>" not in text, program
+
+
+def test_a_token_that_runs_twice_is_seen():
+    """Harmless in a model of attention alone, whose keys are written again; a state has taken it twice. So a prefill leaves out the last token."""
+    found = {}
+    for name in ("qwen3", "qwen3_5"):
+        model, tokens = tiny(name, compute_dtype=jnp.float32), np.random.default_rng(0).integers(3, 90, (1, 12)).astype(np.int32)
+        params = jax.jit(model.init)(jax.random.key(0))
+        last, kv = jax.jit(model.prefill)(params, tokens, np.array([12]))
+        cache, decode = model.insert(model.init_cache(1, 16, jnp.float32), kv, np.array([0]), np.array([0])), jax.jit(model.decode)
+        once, cache = decode(params, tokens[:, 11], np.array([11]), cache)
+        twice, _ = decode(params, tokens[:, 11], np.array([11]), cache)
+        np.testing.assert_allclose(once, last, rtol=0, atol=1e-5)
+        found[name] = np.abs(twice - once).max()
+    assert found["qwen3"] == 0 and found["qwen3_5"] > 1e-2, found
 
 
 def test_weight_decay_takes_matrices_only():

@@ -135,6 +135,54 @@ def test_a_state_behind_a_stop_string_is_not_parked():
     assert_equal(said, talk(made("hybrid", decode_steps=8), keep=False, **stop))
 
 
+def wandering(rng, count):
+    """Conversations of one to three turns: [(prompt, sampling of each turn, new tokens behind each)]."""
+    out = []
+    for i in range(count):
+        turns = int(rng.integers(1, 4))
+        sampling = [SamplingParams(max_new_tokens=int(rng.integers(1, 9)), stop=("a", "b") if rng.random() < 0.3 else ()) for _ in range(turns)]
+        new = [prompt(2000 + 10 * i + t, int(rng.integers(1, 12))) for t in range(turns)]
+        out.append((prompt(1000 + i, int(rng.integers(1, 14))), sampling, new))
+    return out
+
+
+def finished(engine, conversations, together: int, name: str):
+    """Results by (conversation, turn), `together` requests at once; of several, who waits longest for a next turn may wait longer."""
+    rng, fresh, waiting = np.random.default_rng(0), list(range(len(conversations))), []
+    at, history, results, running = [0] * len(conversations), [ids for ids, _, _ in conversations], {}, {}
+    while fresh or waiting or running:
+        while (fresh or waiting) and len(running) < together:
+            i = (waiting if waiting and (not fresh or together == 1 or rng.random() < 0.4) else fresh).pop(0)
+            t, sampling = at[i], conversations[i][1]
+            request = Request(f"{name}{i}/{t}", history[i], sampling[t], seed=10 * i + t, keep=t + 1 < len(sampling),
+                              after=f"{name}{i}/{t - 1}" if t else "")
+            running[request.id] = i
+            engine.submit([request])
+        for r in engine.poll(0.1):
+            i = running.pop(r.id)
+            results[i, at[i]] = r
+            history[i] = np.concatenate([history[i], r.tokens, conversations[i][2][at[i]]])
+            at[i] += 1
+            waiting += [i] * (at[i] < len(conversations[i][1]))
+    return results
+
+
+@pytest.mark.parametrize("hf, count", [("hybrid", 20), pytest.param("mamba", 20, marks=pytest.mark.full),
+                                       pytest.param("hybrid", 2500, marks=pytest.mark.nightly)])
+def test_a_slot_knows_nothing_of_who_had_it_before(hf, count):
+    """States in few slots that are admitted to, stopped in the middle of a call, parked, given up and used again, beside changing neighbours:
+    each turn is what it is with nobody else; a first turn, whose prompt is prefilled in both, to the bit."""
+    conversations, engine = wandering(np.random.default_rng(3), count), made(hf, slots=4)
+    got = finished(engine, conversations, 3, "crowd")
+    counts = engine.counters()
+    assert counts["parked"] and counts["extended_prompts"] and counts["evicted"] and counts["parked_past"], counts
+    want = finished(engine, conversations, 1, "alone")
+    assert got.keys() == want.keys() and len(got) > count
+    for (i, turn), r in want.items():
+        np.testing.assert_array_equal(got[i, turn].tokens, r.tokens, err_msg=f"{i}/{turn}")
+        np.testing.assert_allclose(got[i, turn].logprobs, r.logprobs, rtol=0, atol=1e-5 * (turn > 0), err_msg=f"{i}/{turn}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["blockwise", "tpu"])
 def test_every_attention_extends_a_cache(implementation):

@@ -20,22 +20,32 @@ HEADS = {"head_dim": 32}  # vLLM's attention for CPUs serves no smaller ones
 LINEAR = {**HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
           "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "full_attention_interval": 2, "rope_parameters": {
               "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}}
+MAMBA = {"ssm_state_size": 16, "mamba_head_dim": 32, "mamba_num_heads": 6, "conv_kernel": 4, "time_step_min": 0.0}  # vLLM's steps have no least
 OTHERS = {  # what differs from the entries in helpers.tiny_models
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True}, "qwen3_5_moe": LINEAR, "qwen3_next": {**LINEAR, "norm_topk_prob": True},
     "gemma": {**HEADS, "attention_bias": False, "tie_word_embeddings": True},  # vLLM takes them for granted
     "olmo2": {**HEADS, "attention_bias": False},
+    "ministral3": {**HEADS, "rope_parameters": {  # vLLM has positions up to factor x original_max_position_embeddings
+        "rope_type": "yarn", "factor": 16.0, "rope_theta": 5000.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
+    "nemotron_h": {**HEADS, **MAMBA, "n_shared_experts": 1}, "nemotron_h_dense": {**HEADS, **MAMBA, "n_groups": 1},
+    "granite4_dense": {**HEADS, "mamba_d_state": 16, "mamba_d_conv": 4, "time_step_limit": None, "mamba_proj_bias": False},
+    "granite4": {**HEADS, "mamba_d_state": 16, "mamba_d_conv": 4},
+    "falcon_h1": {**HEADS, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4,
+                  "mamba_rms_norm": False},
+    "gemma2": {**HEADS, "tie_word_embeddings": True}, "ernie4_5": {**HEADS, "use_bias": False},
 }
-DENSE = ("mistral", "qwen3", "olmo2", "olmo3")
+SERVED = ("mistral", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "granite", "ernie4_5", "hunyuan", "minimax_m2",
+         "nemotron_h", "nemotron_h_dense", "falcon_h1", "granite4", "granite4_dense")
 
 
-def made(name):
+def made(name, scale=0.15):
     kind, entries = (ARCHITECTURES | EXPERTS | HYBRIDS)[name]
     hf_config = {**HF, "pad_token_id": 0, **entries, **OTHERS.get(name, HEADS), "model_type": kind}
-    del hf_config["hidden_act"]  # the family's own
+    hf_config = {k: v for k, v in hf_config.items() if v is not None and k != "hidden_act"}  # the family's own
     if "rope_parameters" in hf_config:
         del hf_config["rope_theta"]
     model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
-    return hf_config, model, [random_params(model, seed, 0.15) for seed in (0, 1)]
+    return hf_config, model, [random_params(model, seed, scale) for seed in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in (
@@ -51,10 +61,10 @@ def test_every_publish_reaches_every_tensor(name):
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in DENSE if name != "qwen3")])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVED if name != "qwen3")])
 def test_a_family_computes_the_trainers_log_probs(name):
     """Of what it sampled within 1e-5, after weights that it was given; not those of other weights."""
-    hf_config, model, (first, second) = made(name)
+    hf_config, model, (first, second) = made(name, 0.1)  # of larger weights fp32's rounding is up to 1.3e-5
     asked = requests(6, seed=40)
     with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always", setup_seconds=500.0) as engine:
         engine.publish(second, 5)

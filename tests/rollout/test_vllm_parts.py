@@ -230,6 +230,53 @@ def test_states_are_fp32_and_no_prefix_is_cached(monkeypatch, tmp_path):
         check_served(asked, {"model_type": kind}, models.FAMILIES[kind])
 
 
+def test_positions_beyond_what_vllm_has_are_refused(tmp_path):
+    """vLLM's table of rope_type=yarn ends at factor x original_max_position_embeddings, whatever max_position_embeddings says."""
+    kind, entries = ARCHITECTURES["ministral3"]
+    table = {**entries["rope_parameters"], "original_max_position_embeddings": 50}
+    hf_config = {**SIZES, **entries, "model_type": kind, "max_position_embeddings": 4096, "rope_parameters": table}
+    asked = runnable(rollout__engine="vllm", data__max_prompt_tokens=100, rollout__max_new_tokens=100)
+    check_served(asked, hf_config, models.FAMILIES[kind])
+    asked.rollout.max_new_tokens = 101
+    with pytest.raises(ConfigError, match=r"sequences up to 201 tokens: .*rope_type=yarn up to 200 \(factor=4 of 50\)"):
+        check_served(asked, hf_config, models.FAMILIES[kind])
+    asked.rollout.engine = "jax"
+    check_served(asked, hf_config, models.FAMILIES[kind])
+
+
+def test_one_group_of_a_recurrence_is_not_split():
+    kind, entries = HYBRIDS["falcon_h1_plain"]
+    hf_config = {**SIZES, **entries, "model_type": kind, "projectors_bias": False, "attention_bias": False, "mlp_bias": False,
+                 "mamba_proj_bias": False, "mamba_rms_norm": False}
+    check_served(runnable(rollout__engine="vllm"), hf_config, models.FAMILIES[kind])
+    with pytest.raises(ConfigError, match=r"rollout.vllm.tensor_parallel=2 with one group of B and C"):
+        check_served(runnable(rollout__engine="vllm", rollout__vllm__tensor_parallel=2), hf_config, models.FAMILIES[kind])
+    with pytest.raises(ConfigError, match=r"time_step_limit=\[0.1, 2.0\]: vLLM computes"):
+        check_served(runnable(rollout__engine="vllm"), {**hf_config, "time_step_limit": [0.1, 2.0]}, models.FAMILIES[kind])
+
+
+def test_growth_of_queries_is_where_vllm_reads_it(tmp_path, monkeypatch):
+    """In the config.json of our servers; of others, where sequences are longer than the window from which queries grow."""
+    kind, entries = ARCHITECTURES["ministral3"]
+    hf_config = {**SIZES, **entries, "model_type": kind}
+    servers.write_model_folder(tmp_path / "m", hf_config)
+    grows = {"beta": 0.3, "original_max_position_embeddings": 8}
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["llama_4_scaling"] == grows
+    servers.write_model_folder(tmp_path / "m", {**SIZES, "model_type": "mistral"})
+    assert "llama_4_scaling" not in json.loads((tmp_path / "m" / "config.json").read_text())
+    model = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=False)
+    assert servers.query_growth(model.config) == grows
+    for told, fits in ((None, False), (grows | {"beta": 0.2}, False), (grows, True)):
+        if fits:
+            servers.check_growth("http://there", [{"query_growth": told}], grows, 9)
+        else:
+            with pytest.raises(ConfigError, match=r"--hf-overrides '{\"llama_4_scaling\": {\"beta\": 0.3"):
+                servers.check_growth("http://there", [{"query_growth": told}], grows, 9)
+    servers.check_growth("http://there", [], grows, 8)
+    with pytest.raises(ConfigError, match="keep sequences within 8 tokens"):
+        servers.check_growth("http://there", [], grows, 9)
+
+
 def test_memory_is_shared_where_devices_are():
     command, _ = adapter.launch(runnable(), "m", "bfloat16", 64, 1, cpu=False, key="k")
     assert flag(command, "--gpu-memory-utilization") == "0.45"
@@ -351,7 +398,7 @@ FAMILIES = {
                     num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8, query_pre_attn_scalar=32,
                     max_position_embeddings=256, tie_word_embeddings=True), True),
     **{f"{name}, scanned": ({**SIZES, **entries, "model_type": kind}, True) for name, (kind, entries) in (
-        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items() if not families.FAMILIES[kind].vllm_lacks},
+        HYBRIDS | {"phi3": ARCHITECTURES["phi3"]}).items() if not families.FAMILIES[kind].is_mamba},
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxrl.config.lengths import longest_prompt
 from jaxrl.errors import ConfigError
+from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.families import FAMILIES, IMAGES, family_of
 from jaxrl.models.io.hf import SOURCE
 from jaxrl.processes.group import Peers
@@ -116,6 +117,8 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
         config.pop(key, None)
     if family.router == "sigmoid":
         config["scoring_func"] = "sigmoid"  # without it vLLM's DeepSeek takes softmax
+    if grows := query_growth(model_config(hf_config)):
+        config["llama_4_scaling"] = grows
     if family.stored_type:
         config |= {"model_type": family.stored_type, "architectures": [FAMILIES[family.stored_type].architecture]}
     if (tower := hf_config.get(IMAGES)) is not None:
@@ -125,6 +128,24 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
         pixels = {f"image_{name}": list(tower.get(name, (0.5,) * 3)) for name in ("mean", "std")}
         (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def query_growth(config: ModelConfig) -> dict | None:
+    """Returns what vLLM reads of a config.json as `llama_4_scaling`: how queries grow with their position, which
+    published folders have in the rotary table (models.rope.growth). None for a model whose queries do not."""
+    rope = next((r for r in config.ropes if r.query_beta), None)
+    return rope and {"beta": rope.query_beta, "original_max_position_embeddings": rope.original_max}
+
+
+def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -> None:
+    """Raises ConfigError if queries of a server's model do not grow as `grows` says and sequences are long enough to
+    differ. infos: what its workers report; empty without the plugin, which nobody then knows it of."""
+    window = grows["original_max_position_embeddings"] if grows else length
+    if length <= window or infos and all(info.get("query_growth") == grows for info in infos):
+        return
+    raise ConfigError(f"{url} computes queries that do not grow with their position as this model's, which vLLM reads "
+                      f"from llama_4_scaling: start it with jaxrl's plugin and --hf-overrides "
+                      f"'{json.dumps({'llama_4_scaling': grows})}', or keep sequences within {window} tokens")
 
 
 def first_servers(config, group: Peers) -> list[str]:
@@ -266,6 +287,7 @@ class Fleet:
             raise ConfigError(f"{replica.url} serves sequences up to {model['max_model_len']} tokens, this run needs "
                               f"{length}; start it with --max-model-len {length}")
         infos = self.infos[replica.index] = control.workers()
+        check_growth(replica.url, infos, query_growth(self.model.config), length)
         self.memories[replica.url].meet()
         if self.config.rollout.placement == "colocated":
             _can_share(replica.url, infos)
