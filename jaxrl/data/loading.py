@@ -98,7 +98,8 @@ def _train_rows(config, bad, rows=None, images=None):
     def prompt(row):
         own = row.get(prompt_column(row, data.prompt_column))
         own = holdout_prompt(row, data, images is not None) if pairs else own
-        return [own, *([row.get(images.column_of(row))] if images else [])]
+        shown = (images.column_of(row), *images.video_columns) if images else ()
+        return [own, *(row.get(name) for name in shown[:1]), *(row[name] for name in shown[1:] if row.get(name) is not None)]
 
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
@@ -106,7 +107,7 @@ def _train_rows(config, bad, rows=None, images=None):
 def _kept(config, images) -> tuple[str, ...]:
     """Returns the columns whose binary values are kept: those of images, and of prompts with image parts."""
     data, pairs = config.data, recipe_of(config).pairs
-    return (*images.columns, data.prompt_column, "messages", *(data.chosen_column, data.rejected_column) * pairs) if (
+    return (*images.columns, *images.video_columns, data.prompt_column, "messages", *(data.chosen_column, data.rejected_column) * pairs) if (
         images) else ()
 
 
@@ -296,8 +297,8 @@ def _depth(value) -> int:
 class ReadRow(NamedTuple):
     """A row before it is tokenized. number: of the row. where: "file:line".
 
-    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: [I, 2] rows and
-    columns of patches of its images."""
+    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: of its images, see
+    ImageSource.grids."""
 
     number: int
     where: str
@@ -395,7 +396,7 @@ def _turns(ds: Dataset, turns, row: Row, prompt, images, grids) -> tuple:
     counts = [ds.reader.images.rule.tokens(tuple(grid)) for grid in later]
     prompt, target, trained, firsts = turns.with_images(row, prompt, counts)
     behind = np.column_stack([np.array(firsts, np.int64), later[:len(firsts)]])
-    return prompt, target, trained, np.concatenate([np.reshape(images, (-1, 3)), behind]).astype(np.int64)
+    return prompt, target, trained, np.concatenate([np.reshape(images, (-1, 4)), behind]).astype(np.int64)
 
 
 def _check_known(template, ids, name: str, text: str) -> None:

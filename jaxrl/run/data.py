@@ -96,7 +96,8 @@ def with_tower(config, inputs, images: ImageSource):
     m = config.model
     hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
                                images=True)
-    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std}
+    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std} | (
+        {"video": True} if images.videos else {})
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
