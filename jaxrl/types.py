@@ -108,8 +108,8 @@ class Pictures(NamedTuple):
                                   kept=tuple(held for _, one in own for held in one.kept))
 
     def digests(self, count: int) -> list[bytes]:
-        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids, delays and pixels;
-        of one without images b"".
+        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids, delays and
+        pixels; of one without images b"".
         """
         wanted = np.unique(self.numbers)
         shown = dict(zip(wanted.tolist(), self.patches(wanted), strict=True))

@@ -118,10 +118,14 @@ def check_controls(spec, eval_sets: dict) -> None:
 
 
 def check_judges(spec, images: ImageSource | None) -> None:
-    """Raises ConfigError for a judge that is shown images, which no row has."""
+    """Raises ConfigError for a judge that is shown images where no row has one, or rows have videos."""
     for name, (kind, o) in service_options(spec.reward).items():
-        if kind == "judge" and o["show_images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
-                images is None or not images.used):
+        if kind != "judge" or not o["show_images"] or name not in (*spec.reward.functions, *spec.eval.rewards):
+            continue
+        if images is not None and images.videos:
+            raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and the rows hold "
+                              "videos, which judges are not shown; leave it out")
+        if images is None or not images.used:
             raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and no row has an "
                               "image; leave it out")
 

@@ -127,8 +127,8 @@ def animation(image: Image) -> tuple[float, ...] | None:
 
 
 def as_text(value) -> str | list:
-    """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them: for
-    files that hold text alone.
+    """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
+    for files that hold text alone.
 
     Raises TypeError for another value, as a `default` of json.dumps must.
     """

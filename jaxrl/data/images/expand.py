@@ -111,8 +111,8 @@ def restore(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens, images: i
     for (token, wanted), kind in zip(patterns.items(), ("image", "video"), strict=False):
         if (count := pieces[1::2].count(token)) != wanted:
             whole = tokens.start + token + tokens.end if kind == "video" else tokens.marker or tokens.text
-            raise ImageError(f"the chat template writes {count} of {wanted} {kind}s; give model.chat_template=FILE, one "
-                             f"that writes {whole} for a content part of type {kind}")
+            raise ImageError(f"the chat template writes {count} of {wanted} {kind}s; give "
+                             f"model.chat_template=FILE, one that writes {whole} for a content part of type {kind}")
     marks, left = [], iter(videos)
     for i, piece in enumerate(pieces):
         if i % 2 == 0:
@@ -147,8 +147,8 @@ def expand(ids, marks: list[bool], counts: list[int], pads: Sequence[int]) -> tu
     """
     at = np.flatnonzero(np.isin(np.asarray(ids), pads))
     if len(at) != len(marks) or sum(marks) != len(counts):
-        raise ImageError(f"the tokenizer makes {len(at)} image tokens (id {', '.join(map(str, pads))}) of {len(marks)}; the image token "
-                         "must be one special token of it")
+        raise ImageError(f"the tokenizer makes {len(at)} image tokens (id {', '.join(map(str, pads))}) of "
+                         f"{len(marks)}; the image token must be one special token of it")
     out, firsts, begin, left = [], [], 0, iter(counts)
     for place, is_image in zip(at.tolist(), marks, strict=True):
         out += ids[begin:place]

@@ -153,8 +153,8 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
     A message's content may be text or a list of parts: {"type": "text", "text"}, {"type": "image"} (takes the next
     image of the column), {"type": "image", "image": ...} and {"type": "image_url", "image_url": ... or {"url": ...}}.
     `marker` in text takes the next image of the column, too. If nothing takes one, the column's images come before the
-    text of the first user message. So it is with videos, parts {"type": "video"} and the marker <video>, which is text in
-    rows without a column of videos; where neither is marked, images come before videos.
+    text of the first user message. So it is with videos, parts {"type": "video"} and the marker <video>, which is text
+    in rows without a column of videos; where neither is marked, images come before videos.
 
     Args:
       prompt: text or chat messages.
@@ -162,7 +162,8 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
       video_of: value of a part, root, the part -> a video; None = the model reads none.
 
     Returns (messages whose contents are lists of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
-    images and videos in the order of these parts). A text prompt becomes one user message. Without images: (prompt, []).
+    images and videos in the order of these parts). A text prompt becomes one user message. Without images:
+    (prompt, []).
 
     Raises ImageError where markers and images differ in number, and for parts in no known form.
     """
@@ -178,7 +179,8 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
             used[len(before):len(before)] = left
             out[at] = {**out[at], "content": [{"type": kind}] * len(left) + out[at]["content"]}
         elif left:
-            raise ImageError(f"{len(whole) - len(left)} markers ({markers[kind]} or {kind} parts) for {len(whole)} {kind}s")
+            marked = f"{len(whole) - len(left)} markers ({markers[kind]} or {kind} parts)"
+            raise ImageError(f"{marked} for {len(whole)} {kind}s")
     return (out, used) if used else (prompt, [])
 
 

@@ -213,5 +213,6 @@ def join(patches: np.ndarray, grid: tuple[int, int], merge: int, frames: int = 1
     """Returns the [H, W, 3] uint8 pixels that `cut` cut, of several frames in a patch the first. grid: rows and columns
     of patches. merge: Rule.merge."""
     (rows, columns), p = grid, math.isqrt(patches.shape[1] // (3 * frames))
-    blocks = patches.reshape(len(patches), 3, frames, -1)[:, :, 0].reshape(rows // merge, columns // merge, merge, merge, 3, p, p)
+    first = patches.reshape(len(patches), 3, frames, -1)[:, :, 0]
+    blocks = first.reshape(rows // merge, columns // merge, merge, merge, 3, p, p)
     return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * p, columns * p, 3)

@@ -32,7 +32,8 @@ GREY = 128
 
 
 class RowImages(NamedTuple):
-    """The images of a row and the groups of frames of its videos, unread; which image tokens of its prompt's rendered text are theirs; their tokens."""
+    """The images of a row and the groups of frames of its videos, unread; which image tokens of its prompt's rendered
+    text are theirs; their tokens."""
 
     images: list[Image | Clip]
     marks: list[bool]
@@ -115,8 +116,8 @@ class ImageSource:
     # ---- while a row is read
 
     def split(self, row: dict, prompt, where: str) -> tuple[Any, list[Image | Video]]:
-        """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text and image parts
-        where a message has an image; the prompt as it is where there is none.
+        """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image and
+        video parts where a message has an image or a video; the prompt as it is where there is none.
 
         where: place of the row, "file:line", to whose folder paths are relative. Raises PromptError for what cannot be
         used, ConfigError where the options do not allow images.
@@ -204,8 +205,8 @@ class ImageSource:
         return "".join(f"<{time:.1f} seconds>{own.start}{own.video}{own.end}" for time in times)
 
     def grids(self, found: RowImages) -> np.ndarray:
-        """Returns of a row's pictures [I, 3] rows and columns of patches, from their headers, and the delay of a group of
-        frames (Clip.delay; of an image -1). Raises ImageError."""
+        """Returns of a row's pictures [I, 3] rows and columns of patches, from their headers, and the delay of a group
+        of frames (Clip.delay; of an image -1). Raises ImageError."""
         out, seen = [], {}
         for image in found.images:
             if isinstance(image, Clip):
@@ -296,8 +297,8 @@ class ImageSource:
     # ---- while a step is made
 
     def places(self, number: int, row: int, firsts, grids) -> Places:
-        """Returns the Places of a row's images. number: of its data set, see `register`. row: its number there. grids: as
-        `grids` returns them."""
+        """Returns the Places of a row's images. number: of its data set, see `register`. row: its number there. grids:
+        as `grids` returns them."""
         numbers = (((number << OF_ROW) + row) << OF_NUMBER) + np.arange(len(firsts))
         grids, delays = np.asarray(grids, np.int64)[:, :2], np.maximum(np.asarray(grids, np.int64)[:, 2], -1)
         return Places(np.asarray(firsts, np.int64), grids, numbers, delays=delays if (delays >= 0).any() else None)
@@ -328,8 +329,8 @@ class ImageSource:
         return stored, self._size(image, *stored)
 
     def file(self, number: int) -> bytes:
-        """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a frame
-        of an animation, as PNG."""
+        """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a
+        frame of an animation, as PNG."""
         image = _first(self._image(number))
         if image.frame:
             image = Image(pixels=pixels_of(image, self.limit))
@@ -397,7 +398,7 @@ def _without_videos(config, sampling: Sampling | None, tokens: Tokens) -> str:
     if sampling is None:
         return "the model's family reads none"
     if not tokens.video:
-        return "'<|video_pad|>' is not one token of the tokenizer: give model.tokenizer, that of a model that reads videos"
+        return "'<|video_pad|>' is not one token of the tokenizer: give model.tokenizer, that of a model for videos"
     if lengths.episodes(config):
         return "episodes (env.*) do not read them yet"
     if config.run.recipe == "sft" and config.data.train_turns == "all":

@@ -1,7 +1,7 @@
 """Videos of data rows as frames: which there are, which are taken, their times, and the groups that one patch holds.
 
-Video files are not decoded: what a decoder makes of a file differs between its versions, so that a row would not show the
-same pixels on every host. Frames that were extracted once do.
+Video files are not decoded: what a decoder makes of a file differs between its versions, so that a row would not show
+the same pixels on every host. Frames that were extracted once do.
 
 Legend: T frames of a group (Rule.frames), G groups of a video.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.data.images.decode import animation
 from jaxrl.data.images.read import Image, ImageError, image_of
-from jaxrl.data.images.resize import Rule, rule_of
+from jaxrl.data.images.resize import READ_SIZE, Rule, rule_of
 from jaxrl.errors import ConfigError, type_of
 
 RATES = ("fps", "sample_fps")  # fields that say how many frames a second has; sample_fps as in qwen-vl-utils
@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
 
     Attributes:
       rule: its least and most bound the pixels of a frame; of a video as a whole if `whole`.
-      whole: see rule. Then a group is preceded by its time, too ("<0.5 seconds>"), and each group is an image of its own.
+      whole: see rule. Then a group is preceded by its time, too ("<0.5 seconds>"), and is an image of its own.
       fps: frames taken a second; None = all frames.
       least, most: frames taken.
       per_second: positions that a second takes where groups follow each other without text; 0 = a group takes one.
@@ -136,7 +136,8 @@ class Sampling(NamedTuple):
         if self.rule.least <= total <= self.rule.most:
             return new
         far = total > self.rule.most
-        scale = math.sqrt(frames * height * width / self.rule.most if far else self.rule.least / (frames * height * width))
+        own = frames * height * width
+        scale = math.sqrt(own / self.rule.most if far else self.rule.least / own)
         sides = (height / scale, width / scale) if far else (height * scale, width * scale)
         new = [max(factor, math.floor(s / factor) * factor) if far else math.ceil(s / factor) * factor for s in sides]
         return new[0], new[1]
@@ -168,8 +169,7 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
     plain = {"min_pixels": 128 * side**2, "max_pixels": 768 * side**2}
     bounds = {**plain, **{k: v for k, v in given.items() if k in plain and v is not None}}
     of_size = given.get("size") or {}
-    bounds |= {ours: of_size[theirs] for theirs, ours in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-               if of_size.get(theirs) is not None}
+    bounds |= {READ_SIZE[name]: value for name, value in of_size.items() if name in READ_SIZE and value is not None}
     checked = rule_of(model_type, None, None, None, tower, stored=(name, {**given, "size": None, **bounds}))
     if (checked.patch, checked.merge, checked.frames, checked.mean, checked.std) != (
             rule.patch, rule.merge, rule.frames, rule.mean, rule.std):
@@ -184,9 +184,10 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
     if data.video_max_pixels is not None:
         smallest = side**2 * (rule.frames if whole else 1)
         if data.video_max_pixels < smallest:
-            raise ConfigError(f"data.video_max_pixels={data.video_max_pixels}: the smallest {'video' if whole else 'frame'} "
-                              f"has {smallest}; give at least these")
-        checked = dataclasses.replace(checked, most=data.video_max_pixels, least=min(checked.least, data.video_max_pixels))
+            raise ConfigError(f"data.video_max_pixels={data.video_max_pixels}: the smallest "
+                              f"{'video' if whole else 'frame'} has {smallest}; give at least these")
+        least_pixels = min(checked.least, data.video_max_pixels)
+        checked = dataclasses.replace(checked, most=data.video_max_pixels, least=least_pixels)
     per_second = float((tower or {}).get("tokens_per_second", 4)) if model_type == "qwen2_5_vl" else 0.0
     return Sampling(checked, whole, fps, int(least), int(most), per_second)
 
@@ -278,7 +279,8 @@ def _times(value, count: int) -> tuple[float, ...]:
         raise ImageError(f"times of a video are {type_of(value)}; give the seconds of each frame") from None
     if len(times) != count:
         raise ImageError(f"a video of {count} frames has {len(times)} times; give one of each frame")
-    if not all(map(math.isfinite, times)) or any(b <= a for a, b in zip(times, times[1:], strict=False)) or times[0] < 0:
+    rise = all(b > a for a, b in zip((-1.0, *times), times, strict=False))
+    if not rise or times[0] < 0 or not math.isfinite(times[-1]):
         raise ImageError("times of a video do not rise from 0 or later; give the seconds of each frame, in order")
     return times
 
@@ -305,8 +307,8 @@ def _frames(value, root: Path | None) -> tuple[list[Image], tuple[float, ...] | 
 
 def _not_decoded(name: str) -> ImageError:
     stem = Path(name).stem
-    return ImageError(f"{name!r} is a video file, which is not decoded here. Extract its frames once, ffmpeg -i {name} -vf "
-                      f"fps=2 {stem}/%05d.png, and name the folder: {{\"video\": \"{stem}\", \"fps\": 2}}")
+    return ImageError(f"{name!r} is a video file, which is not decoded here. Extract its frames once, ffmpeg -i {name} "
+                      f"-vf fps=2 {stem}/%05d.png, and name the folder: {{\"video\": \"{stem}\", \"fps\": 2}}")
 
 
 def _folder(name: str, root: Path) -> list[Image]:
