@@ -35,11 +35,11 @@ def get_config(arg=None):
     c.rollout.max_new_tokens = 6
     if job == "rl":
         c.run.warm_start = "video:" + "_".join(filter(None, ("tiny" * tiny, kind, "short")))
-        c.train.steps = 100
+        c.train.steps = 40
     else:
         c.model.tokenizer = "jaxrl://moving/tokenizer"
         c.model.config = model_of(KINDS[kind], c.model.config.to_dict())
-        c.train.steps = 150 if job == "short" else 400
+        c.train.steps = 25 if job == "short" else 100
     if tiny:
         c.train.steps = 2
         c.data.max_rows, c.eval.max_rows = 64, 8

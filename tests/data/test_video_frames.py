@@ -121,7 +121,8 @@ def test_what_the_folder_says(tmp_path):
     assert sampling_of(SimpleNamespace(**OPTIONS), "gemma3", rule_of("gemma3"), None, None) is None
 
 
-REFUSED = {"one picture": ("", "one picture is no video"), "no pictures": ("empty", "holds no pictures"), "a file": ("x/clip.mp4", "ffmpeg -i x/clip"),
+REFUSED = {"one picture": ("", "one picture is no video"), "no pictures": ("empty", "holds no pictures"),
+           "a file": ("x/clip.mp4", "ffmpeg -i x/clip"),
            "outside": ("../other", "lies outside"), "a URL": ("https://x/y", "nothing is fetched"), "rate": ({"video": ["a.png"], "fps": 0}, "fps=0"),
            "times": ({"video": ["a.png", "a.png"], "times": [0.0]}, "2 frames has 1 times"),
            "order": ({"video": ["a.png", "a.png"], "times": [1.0, 0.5]}, "do not rise"), "nothing": ([[]], "without frames")}

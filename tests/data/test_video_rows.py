@@ -62,7 +62,8 @@ FORMS = {
     "arrays": {"videos": [{"video": FRAMES, "fps": 2}], "prompt": f"<video>{ASK}"},
     "one array": {"video": {"frames": np.stack(FRAMES), "fps": 2.0}, "prompt": ASK},
     "list of lists": {"videos": [FRAMES], "prompt": ASK},  # without times two a second
-    "pillow": {"video": [Pillow.fromarray(f) for f in FRAMES], "prompt": [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": ASK}]}]},
+    "pillow": {"video": [Pillow.fromarray(f) for f in FRAMES],
+               "prompt": [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": ASK}]}]},
     "in the messages": part([png(f) for f in FRAMES], fps=2),
     "sample_fps": part([png(f) for f in FRAMES], sample_fps=2.0),
     "times": part(FRAMES, times=[0, 0.5, 1.0, 1.5, 2.0]),
@@ -107,7 +108,8 @@ def test_the_text_is_transformers(tmp_path):
     dataset, images = loaded(config(data__video_fps=3.0), [row])
     tokenizer = images.tokenizer
     processor = SimpleNamespace(
-        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2), vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>",
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2), vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
         video_token="<|video_pad|>", _calculate_timestamps=lambda *a: processing.Qwen3VLProcessor._calculate_timestamps(None, *a))
     inside = processing.Qwen3VLProcessor.replace_video_token(processor, {
         "video_grid_thw": np.array([[3, 4, 6]]), "video_metadata": [SimpleNamespace(fps=3, frames_indices=list(range(5)))]}, 0)

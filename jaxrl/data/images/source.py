@@ -116,8 +116,8 @@ class ImageSource:
     # ---- while a row is read
 
     def split(self, row: dict, prompt, where: str) -> tuple[Any, list[Image | Video]]:
-        """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image and
-        video parts where a message has an image or a video; the prompt as it is where there is none.
+        """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image
+        and video parts where a message has an image or a video; the prompt as it is where there is none.
 
         where: place of the row, "file:line", to whose folder paths are relative. Raises PromptError for what cannot be
         used, ConfigError where the options do not allow images.
