@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl import data as jaxrl_data
 from jaxrl import models
 from jaxrl.config.load import get
+from jaxrl.data.images import video
 from jaxrl.data.images.resize import RULES, as_fields
 from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
@@ -100,6 +101,8 @@ def with_tower(config, inputs, images: ImageSource):
         {"video": True} if images.videos else {})
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
+    if images.videos:
+        source["processors"] = nested.with_videos(source["processors"], video.as_fields(images.sampling))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     assert table.config.vision is not None
     images.window, images.two_way = table.config.vision.window, table.config.vision.two_way

@@ -13,7 +13,7 @@ from helpers.tiers import first_cases
 from jaxrl.data.images.decode import picture_of_frames
 from jaxrl.data.images.read import Image, ImageError
 from jaxrl.data.images.resize import rule_of
-from jaxrl.data.images.video import Sampling, Video, sampling_of, videos_of
+from jaxrl.data.images.video import Sampling, Video, as_fields, sampling_of, videos_of
 from jaxrl.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -112,6 +112,8 @@ def test_what_the_folder_says(tmp_path):
     assert (own.rule.least, own.rule.most, own.fps, own.least, own.most) == (4096, 25165824, 1, 2, 30)
     own = sampling("qwen3_vl", tmp_path, video_fps=0.5, video_max_frames=6, video_max_pixels=8192)
     assert (own.fps, own.most, own.rule.most) == (0.5, 6, 8192)
+    name.write_text(json.dumps(as_fields(own)))  # what an export writes
+    assert sampling("qwen3_vl", tmp_path) == own
     with pytest.raises(ConfigError, match="data.video_max_pixels=2000"):
         sampling("qwen3_vl", tmp_path, video_max_pixels=2000)
     for field, value in (("cap_pixels_per_frame", True), ("num_frames", 8), ("max_frames", -1), ("image_mean", [0.1] * 3), ("do_pad", True)):

@@ -405,8 +405,6 @@ def _without_videos(config, sampling: Sampling | None, tokens: Tokens) -> str:
         return "data.train_turns='all' does not read them yet"
     if config.run.recipe not in ("sft", "rl"):
         return f"run.recipe={config.run.recipe!r} does not read them yet"
-    if config.rollout.engine == "vllm" and config.run.recipe == "rl":
-        return "rollout.engine=vllm does not take them yet: set rollout.engine=jax"
     return ""
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxrl.data.images.decode import animation
 from jaxrl.data.images.read import Image, ImageError, image_of
 from jaxrl.data.images.resize import READ_SIZE, Rule, rule_of
+from jaxrl.data.images.resize import as_fields as fields_of_images
 from jaxrl.errors import ConfigError, type_of
 
 RATES = ("fps", "sample_fps")  # fields that say how many frames a second has; sample_fps as in qwen-vl-utils
@@ -190,6 +191,15 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
         checked = dataclasses.replace(checked, most=data.video_max_pixels, least=least_pixels)
     per_second = float((tower or {}).get("tokens_per_second", 4)) if model_type == "qwen2_5_vl" else 0.0
     return Sampling(checked, whole, fps, int(least), int(most), per_second)
+
+
+def as_fields(sampling: Sampling) -> dict:
+    """Returns the content of a video_preprocessor_config.json that says how videos are taken."""
+    kind = "Qwen3VLVideoProcessor" if sampling.whole else "Qwen2VLVideoProcessor"
+    taken = {"fps": sampling.fps} if sampling.fps else {}
+    own = {k: v for k, v in fields_of_images(sampling.rule).items() if k != "image_processor_type"}
+    return own | taken | {"do_sample_frames": bool(taken), "min_frames": sampling.least, "max_frames": sampling.most,
+                          "video_processor_type": kind}
 
 
 def _stored(folder: Path | None) -> tuple[str, dict]:
