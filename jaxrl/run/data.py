@@ -97,8 +97,7 @@ def with_tower(config, inputs, images: ImageSource):
     m = config.model
     hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
                                images=True)
-    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std} | (
-        {"video": True} if images.videos else {})
+    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std, "video": images.videos}
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
     if images.videos:
