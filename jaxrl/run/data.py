@@ -100,7 +100,7 @@ def with_tower(config, inputs, images: ImageSource):
     hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std, "video": images.videos}
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
-    if images.videos:
+    if images.videos and images.sampling is not None:
         source["processors"] = nested.with_videos(source["processors"], video.as_fields(images.sampling))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     assert table.config.vision is not None

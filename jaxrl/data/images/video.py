@@ -119,7 +119,7 @@ class Sampling(NamedTuple):
         taken = [video.frames[i] for i in indices]
         clips = [Clip(tuple(taken[k] for k in own), taken[0], len(taken), int(delay))
                  for own, delay in zip(places, delays, strict=True)]
-        return clips, [(times[own[0]] + times[own[-1]]) / 2 for own in places]
+        return clips, [float(times[own[0]] + times[own[-1]]) / 2 for own in places]
 
     def size(self, height: int, width: int, count: int) -> tuple[int, int]:
         """Returns (height, width) of the resized frames of a video of `count` taken ones. Raises ImageError."""
