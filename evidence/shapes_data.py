@@ -62,15 +62,20 @@ def drawn(cells: dict, rng: random.Random) -> np.ndarray:
     return np.rint(out).astype(np.uint8)
 
 
-def png(pixels: np.ndarray) -> bytes:
-    """Returns an RGB picture as a PNG file."""
-    height, width, _ = pixels.shape
+def grey_png(pixels: np.ndarray) -> bytes:
+    """Returns a grey picture as a PNG file."""
+    return png(pixels, colours=0)
+
+
+def png(pixels: np.ndarray, colours: int = 2) -> bytes:
+    """Returns an RGB picture as a PNG file. colours: PNG's number of its kind of colours."""
+    height, width = pixels.shape[:2]
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 8, colours, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
 
 
@@ -135,15 +140,17 @@ GEMMA = ["<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_
 
 
 def tokenizer_files(special: list[str] = QWEN, image: str = "<|vision_start|><|image_pad|><|vision_end|>",
-                    answers: str = "assistant") -> dict[str, str]:
+                    answers: str = "assistant", words: list[str] | None = None, video: str = "",
+                    pattern: str = r"\\boxed\{|[a-c][1-3]|[a-z]+|[0-9]|[^a-z0-9]") -> dict[str, str]:
     """Returns name -> text of the tokenizer's files. special: padding, begin and end of a turn, begin and end of an image, an image token,
-    the unknown word. image: what the chat template writes for one. answers: its name of the role assistant."""
-    words = ["\n", " ", "\\boxed{", "}", "?", "user", answers, "system", "how", "many", "none", *COLOURS, "shapes",
+    the unknown word. image: what the chat template writes for one. answers: its name of the role assistant. words: all but
+    the special ones; None = those of this task. video: what the template writes for one. pattern: of words."""
+    words = words or ["\n", " ", "\\boxed{", "}", "?", "user", answers, "system", "how", "many", "none", *COLOURS, "shapes",
              *map(str, range(10)), *(name((r, c)) for r in range(CELLS) for c in range(CELLS))]
     added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
               "special": True} for i, token in enumerate(special)]
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-             "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\\boxed\{|[a-c][1-3]|[a-z]+|[0-9]|[^a-z0-9]"},
+             "pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern},
                                "behavior": "Isolated", "invert": False},
              "post_processor": None, "decoder": {"type": "Fuse"},
              "model": {"type": "WordLevel", "vocab": {t: i for i, t in enumerate(special + words)}, "unk_token": "<unk>"}}
@@ -151,11 +158,12 @@ def tokenizer_files(special: list[str] = QWEN, image: str = "<|vision_start|><|i
     role = "{{ message.role }}" if answers == "assistant" else "{{ '" + answers + "' if message.role == 'assistant' else message.role }}"
     template = ("{%- for message in messages -%}" + begin + role + "{{ '\\n' }}"
                 "{%- if message.content is string -%}{{ message.content }}{%- else -%}{%- for part in message.content -%}"
-                "{%- if part.type == 'image' -%}" + image + "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+                "{%- if part.type == 'image' -%}" + image + ("{%- elif part.type == 'video' -%}" + video if video else "")
+                + "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
                 + end + "{{ '\\n' }}{%- endfor -%}"
                 "{%- if add_generation_prompt -%}" + begin + answers + "{{ '\\n' }}{%- endif -%}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": special[0], "eos_token": end,
-              "unk_token": "<unk>", "additional_special_tokens": special[1:6], "clean_up_tokenization_spaces": False,
+              "unk_token": "<unk>", "additional_special_tokens": special[1:-1], "clean_up_tokenization_spaces": False,
               "model_max_length": 256, "chat_template": template}
     return {"tokenizer.json": json.dumps(whole, indent=1, ensure_ascii=False) + "\n",
             "tokenizer_config.json": json.dumps(config, indent=1) + "\n"}

@@ -47,10 +47,12 @@ class Places(NamedTuple):
     grids: np.ndarray    # [I, 2] int64: rows and columns of patches
     numbers: np.ndarray  # [I] int64: of the picture; two places of one number show the same picture
     kept: tuple = ()     # what holds the pixels of pictures that are in no data, which are read as long as it is there
+    delays: np.ndarray | None = None  # [I] int64, as Pictures.delays
 
 
 class Pictures(NamedTuple):
     """The images of a ragged batch, one entry for each place where one stands, ordered by (sequence, first token).
+    Of a video each group of frames that one patch holds is an entry.
 
     Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time.
     """
@@ -65,6 +67,10 @@ class Pictures(NamedTuple):
     window: int = 0  # image tokens per side of the tower's windows, 0 = it has none
     kept: tuple = ()  # as Places.kept
     two_way: bool = False  # the tokens of an image see each other, and have one position (VisionConfig.two_way)
+    frames: int = 1  # that a patch holds: those of a video's entry; an image's are equal
+    # [I] int64: of an entry that goes on a video whose entries follow each other without text, its position in time
+    # behind the video's first; -1 elsewhere; None = -1 everywhere
+    delays: np.ndarray | None = None
     # numbers [K] -> of each picture [tokens, (1 + taps) * size], which a role set that keeps them; None = patches count
     features: Callable[[np.ndarray], list[np.ndarray]] | None = None
 
@@ -85,7 +91,8 @@ class Pictures(NamedTuple):
         if not len(at):
             return None
         return self._replace(sequences=np.repeat(np.arange(len(own)), [len(one) for one in own]),
-                             firsts=self.firsts[at], grids=self.grids[at], numbers=self.numbers[at])
+                             firsts=self.firsts[at], grids=self.grids[at], numbers=self.numbers[at],
+                             delays=None if self.delays is None else self.delays[at])
 
     @classmethod
     def joined(cls, batches: Sequence[Trajectories]) -> Pictures | None:
@@ -97,19 +104,22 @@ class Pictures(NamedTuple):
         both = lambda name: np.concatenate([getattr(one, name) for _, one in own])  # noqa: E731
         return own[0][1]._replace(sequences=np.concatenate([start + one.sequences for start, one in own]),
                                   firsts=both("firsts"), grids=both("grids"), numbers=both("numbers"),
+                                  delays=_delays([one for _, one in own]),
                                   kept=tuple(held for _, one in own for held in one.kept))
 
     def digests(self, count: int) -> list[bytes]:
-        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids and their pixels;
-        of one without images b"".
+        """Returns 16 bytes of the images of each of `count` sequences: where they begin, their grids, delays and
+        pixels; of one without images b"".
         """
         wanted = np.unique(self.numbers)
         shown = dict(zip(wanted.tolist(), self.patches(wanted), strict=True))
         pixels = {number: hashlib.blake2b(own.tobytes(), digest_size=16).digest() for number, own in shown.items()}
         out = {}
-        for sequence, first, grid, number in zip(self.sequences, self.firsts, self.grids, self.numbers, strict=True):
+        delays = [()] * len(self.firsts) if self.delays is None else [(d,) * (d >= 0) for d in self.delays.tolist()]
+        for sequence, first, grid, delay, number in zip(self.sequences, self.firsts, self.grids, delays, self.numbers,
+                                                        strict=True):
             digest = out.setdefault(int(sequence), hashlib.blake2b(digest_size=16))
-            digest.update(repr((int(first), *map(int, grid))).encode() + pixels[int(number)])
+            digest.update(repr((int(first), *map(int, grid), *delay)).encode() + pixels[int(number)])
         return [out[i].digest() if i in out else b"" for i in range(count)]
 
     @classmethod
@@ -117,7 +127,7 @@ class Pictures(NamedTuple):
         """Returns the images of sequences, in their order; None if there is none.
 
         places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches,
-        window and two_way: a data.images.source.ImageSource or a Pictures.
+        window, two_way and frames: a data.images.source.ImageSource or a Pictures.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
@@ -127,7 +137,14 @@ class Pictures(NamedTuple):
         sequences = np.repeat([i for i, _ in own], [len(one.firsts) for _, one in own])
         kept = tuple(held for _, one in own for held in one.kept)
         return cls(sequences, firsts, grids, numbers, source.merge, source.width, source.patches, source.window, kept,
-                   source.two_way)
+                   source.two_way, source.frames, _delays([one for _, one in own]))
+
+
+def _delays(parts: Sequence[Places | Pictures]) -> np.ndarray | None:
+    """Returns the delays of the entries of all parts; None where all are -1."""
+    if all(one.delays is None for one in parts):
+        return None
+    return np.concatenate([np.full(len(one.firsts), -1) if one.delays is None else one.delays for one in parts])
 
 
 @dataclasses.dataclass

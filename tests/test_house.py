@@ -15,7 +15,7 @@ ROOT = Path(jaxrl.__file__).parent
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST = 600, 60, 120
 GENERATED = "config/typed.py"
 TABLES = {"config/schema.py", "config/schema_algorithm.py", "config/schema_jobs.py", "config/schema_rewards.py", "config/suggest.py",
-          "checkpoint/resume.py", "telemetry/names.py", "models/config.py", "models/families.py", "models/parameters.py",
+          "config/schema_videos.py", "checkpoint/resume.py", "telemetry/names.py", "models/config.py", "models/families.py", "models/parameters.py",
           *(f"migrate/systems/{p.name}" for p in (ROOT / "migrate" / "systems").glob("*.py") if not p.stem.endswith("_meaning"))}
 
 @cache

@@ -46,6 +46,7 @@ MECHANISMS = {
     "models of recurrent layers": "models/test_hybrid.py::test_logits_equal_transformers",
     "images in turns": "rollout/test_prompt_images.py::test_turns_with_images_go_on_in_their_slot",
     "towers for images": "models/test_vision.py::test_logits_equal_transformers",
+    "videos": "models/test_video.py::test_logits_equal_transformers",
     "quantized bases": "models/test_quantized.py::test_the_product_and_its_gradient_are_those_of_the_dense_kernel",
     "scoring in packed rows": "training/test_training.py::test_scoring_agrees_with_the_update_forward_on_the_same_layout",
     "biases of routers": "training/test_router.py::test_the_bias_of_routers_follows_the_load",

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxrl.config import schema_jobs as jobs
-from jaxrl.config import schema_rewards
+from jaxrl.config import schema_rewards, schema_videos
 from jaxrl.config.option import Option, Rows, shared
 from jaxrl.config.registry import RECIPES
 from jaxrl.config.schema_algorithm import ALGORITHM, EPISODES
@@ -122,6 +122,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_images": O(8, "a prompt with more images is a bad row; also the most that a turn shows", bound="1..256", needs="data.image_column"),
         "image_decode_limit": O(2**26, "pixels of a stored image; one with more is a bad row and is not decoded", bound=">0",
                                 needs="data.image_column"),
+        **schema_videos.VIDEOS,
         "system_prompt": O("", "system message put before the prompt (unless its messages bring one)"),
         "chat": O("auto", "auto: apply the chat template if the tokenizer has one", choices=("auto", "true", "false")),
         "add_generation_prompt": O(True, "end the rendered prompt with the assistant header"),

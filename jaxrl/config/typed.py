@@ -118,6 +118,10 @@ class Data(Group):
     image_max_pixels: int | None
     max_images: int
     image_decode_limit: int
+    video_column: str
+    video_fps: float | None
+    video_max_frames: int | None
+    video_max_pixels: int | None
     system_prompt: str
     chat: str
     add_generation_prompt: bool

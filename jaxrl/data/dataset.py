@@ -150,7 +150,7 @@ class TokenizedRow(NamedTuple):
       trained: which target ids are trained on; None for all.
       rejected: ids of the rejected completion, or None.
       prompt_cut: whether the prompt is not the whole text of the row.
-      images: [I, 3] index of the first token of each image of the prompt, rows and columns of its patches.
+      images: [I, 4] index of the first token of each image of the prompt, and its row of ImageSource.grids.
     """
 
     row: int
@@ -215,7 +215,8 @@ class Reader:
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             raise PromptError("the messages before the completion end with an assistant turn; put it and the"
                               " completion into one message (data.response_prefix starts every completion)")
-        columns = self._columns(row, (column, self.completion, *(self.images.columns if self.images else ())))
+        shown = (*self.images.columns, *self.images.video_columns) if self.images else ()
+        columns = self._columns(row, (column, self.completion, *shown))
         answer = None
         if self.answer:
             answer = column_value(row, self.answer)
@@ -232,11 +233,12 @@ class Reader:
         return Row(prompt, text, answer, columns, completion, messages, tools, images=images)
 
     def images_in(self, row: dict[str, Any], where: str) -> list:
-        """Returns the images of a raw row's prompt, not decoded; [] in a job of text. where: "file:line".
+        """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of
+        text. where: "file:line".
 
         Raises PromptError as `__call__` does."""
         prompt = row.get(prompt_column(row, self.prompt))
-        return [] if self.images is None else self.images.split(row, prompt, where)[1]
+        return [] if self.images is None else self.images.flat(self.images.split(row, prompt, where)[1])
 
     def _sampled_prompt(self, messages, column) -> list[dict]:
         """Returns the messages without trailing assistant messages, which a run that samples completions leaves out."""
@@ -386,13 +388,15 @@ class Dataset:
             "rows": np.array([one.row for one in rows], np.int64),
             "cut": np.array([one.prompt_cut or len(one.prompt) > limit for one in rows], bool),
             "image_offsets": np.cumsum([0, *(len(one.images) for one in rows)]),
-            "images": np.concatenate([np.zeros((0, 3), np.int64), *(one.images for one in rows if len(one.images))])})
+            "images": np.concatenate([np.zeros((0, 4), np.int64), *(one.images for one in rows if len(one.images))])})
 
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked,
-        rows and cut [N]; image_offsets [N + 1] into images [I, 3].
+        rows and cut [N]; image_offsets [N + 1] into images [I, 4].
         """
         self.arrays = arrays
+        if self.reader.images is not None and (arrays["images"][:, 3] != -1).any():
+            self.reader.images.use_videos()  # of a cache, whose rows are not read now
         each = np.append(0, np.cumsum(arrays["images"][:, 1] * arrays["images"][:, 2]))
         self.patches = np.diff(each[arrays["image_offsets"]])
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
@@ -421,8 +425,8 @@ class Dataset:
 
         row: number of a raw row. image: number of the image in it."""
         at = self.arrays["image_offsets"][int(np.searchsorted(self.arrays["rows"], row))]
-        _, *grid = self.arrays["images"][at + image].tolist()
-        return tuple(grid)
+        _, rows, columns, _ = self.arrays["images"][at + image].tolist()
+        return rows, columns
 
     def numbers(self, column: str) -> np.ndarray:
         """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is

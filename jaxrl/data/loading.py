@@ -98,7 +98,10 @@ def _train_rows(config, bad, rows=None, images=None):
     def prompt(row):
         own = row.get(prompt_column(row, data.prompt_column))
         own = holdout_prompt(row, data, images is not None) if pairs else own
-        return [own, *([row.get(images.column_of(row))] if images else [])]
+        if not images:
+            return [own]
+        videos = [row[name] for name in images.video_columns if row.get(name) is not None]
+        return [own, row.get(images.column_of(row)), *videos]
 
     return tables, *_carve(tables, prompt, data.eval_fraction, data_seed(config))
 
@@ -106,8 +109,10 @@ def _train_rows(config, bad, rows=None, images=None):
 def _kept(config, images) -> tuple[str, ...]:
     """Returns the columns whose binary values are kept: those of images, and of prompts with image parts."""
     data, pairs = config.data, recipe_of(config).pairs
-    return (*images.columns, data.prompt_column, "messages", *(data.chosen_column, data.rejected_column) * pairs) if (
-        images) else ()
+    if not images:
+        return ()
+    shown = (*images.columns, *images.video_columns)
+    return (*shown, data.prompt_column, "messages", *(data.chosen_column, data.rejected_column) * pairs)
 
 
 def _load_heldout(config, tokenizer, eos_id, tables, rows, tools, images) -> Dataset:
@@ -296,8 +301,8 @@ def _depth(value) -> int:
 class ReadRow(NamedTuple):
     """A row before it is tokenized. number: of the row. where: "file:line".
 
-    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: [I, 2] rows and
-    columns of patches of its images."""
+    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: of its images, see
+    ImageSource.grids."""
 
     number: int
     where: str
@@ -368,7 +373,8 @@ def _chunk(ds: Dataset, limits: Limits, numbers: list[int], render, turns) -> li
         remedy = "raise the limit, or set data.overlong_prompt to 'filter' or 'truncate_left'"
         if problem and len(images) and ds.reader.images:
             problem += f"; {sum(ds.reader.images.rule.tokens(tuple(grid)) for grid in grids)} tokens are images'"
-            remedy = "raise the limit, lower data.image_max_pixels, or set data.overlong_prompt=filter"
+            smaller = "data.video_max_frames" if (np.asarray(images)[:, 3] != -1).any() else "data.image_max_pixels"
+            remedy = f"raise the limit, lower {smaller}, or set data.overlong_prompt=filter"
         if problem is None:
             out.append(TokenizedRow(i, prompt, target, trained, rejected, prompt != rendered, images))
         elif len(images) == in_prompt and (pieces := fit_completion(limits, prompt, target, trained)):
@@ -395,7 +401,7 @@ def _turns(ds: Dataset, turns, row: Row, prompt, images, grids) -> tuple:
     counts = [ds.reader.images.rule.tokens(tuple(grid)) for grid in later]
     prompt, target, trained, firsts = turns.with_images(row, prompt, counts)
     behind = np.column_stack([np.array(firsts, np.int64), later[:len(firsts)]])
-    return prompt, target, trained, np.concatenate([np.reshape(images, (-1, 3)), behind]).astype(np.int64)
+    return prompt, target, trained, np.concatenate([np.reshape(images, (-1, 4)), behind]).astype(np.int64)
 
 
 def _check_known(template, ids, name: str, text: str) -> None:

@@ -182,7 +182,7 @@ def _batch_bytes(what: Rows, model, mesh: dict, kept: bool = False) -> float:
     if not what.patches:
         return text / token_shards(mesh)
     tower = model.config.vision
-    of_patches = tower.channels * tower.patch**2 + 4 * (5 + (tower.window > 0))
+    of_patches = tower.patch_numbers + 4 * (5 + (tower.window > 0))
     if kept:
         of_patches = model.compute_dtype.itemsize * (1 + len(tower.taps)) * tower.out_size / tower.merge**2
     return (text + 16 * count * length + of_patches * count * what.patches) / token_shards(mesh)

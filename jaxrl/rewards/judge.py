@@ -168,7 +168,8 @@ def reply_text(reply, where: str) -> str:
 
 
 def prompt_text(prompt) -> str:
-    """Returns a prompt as text; each message is preceded by its role, an image is [image 1], [image 2] ..."""
+    """Returns a prompt as text; each message is preceded by its role, an image is [image 1], [image 2] ..., a video
+    [video]."""
     if isinstance(prompt, str):
         return prompt
     numbers = itertools.count(1)
@@ -177,8 +178,8 @@ def prompt_text(prompt) -> str:
         parts = message.get("content")
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             return parts
-        return "".join(f"[image {next(numbers)}]" if part.get("type") == "image" else str(part.get("text"))
-                       for part in parts)
+        shown = {"image": lambda: f"[image {next(numbers)}]", "video": lambda: "[video]"}
+        return "".join(shown[part["type"]]() if part.get("type") in shown else str(part.get("text")) for part in parts)
 
     return "\n\n".join(f"{m.get('role')}: {content(m)}" if isinstance(m, dict) else str(m) for m in prompt)
 

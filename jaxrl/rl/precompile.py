@@ -95,7 +95,7 @@ def _images(job, rows: int, length: int, patches: int, where, kept: bool) -> Ima
         size, dtype = (1 + len(vision.taps)) * vision.out_size, job.model.compute_dtype
         features = array(patches // vision.merge**2, size, dtype=dtype)
         return Images(None, None, None, **of_tokens, features=features)
-    return Images(patches=array(patches, vision.channels * vision.patch**2, dtype=jnp.uint8), places=array(patches, 4),
+    return Images(patches=array(patches, vision.patch_numbers, dtype=jnp.uint8), places=array(patches, 4),
                   segments=array(patches), **of_tokens,
                   windows=array(patches) if vision.window else None)
 

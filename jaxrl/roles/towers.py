@@ -37,7 +37,7 @@ def described(source: str, revision: str | None, images=None, weights: bool = Tr
     rule = rule_of(kind, hf.folder_of(source, revision, hf.TEXT_FILES), tower=out[IMAGES])
     differs = [f"{name} is {getattr(rule, name)} and the policy's {getattr(images.rule, name)}" for name in SAME
                if getattr(rule, name) != getattr(images.rule, name)]
-    out[IMAGES] = {**out[IMAGES], "mean": images.mean, "std": images.std}
+    out[IMAGES] = {**out[IMAGES], "mean": images.mean, "std": images.std, "video": images.videos}
     vision = models.build(out, compute_dtype=jnp.float32, scan_layers=True).config.vision
     if vision is not None and vision.window != images.window:
         differs.append(f"windows have {vision.window} image tokens a side and the policy's {images.window}")

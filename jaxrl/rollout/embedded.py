@@ -413,8 +413,9 @@ class EmbeddedEngine(Engine):
         p, progress, controls = sample.request.sampling, *self._table
         s, prompt = sample.slot, sample.request.prompt
         self._whose[s] = sample.request.adapter
-        grids, tower = () if sample.request.pictures is None else sample.request.pictures.grids, self._vision
-        shift = None if tower is None else 0 if tower.two_way else rotary_shift(grids, tower.merge)
+        pictures, tower = sample.request.pictures, self._vision
+        of_images = () if pictures is None else (pictures.grids, tower.merge, pictures.delays)
+        shift = None if tower is None else 0 if tower.two_way or not of_images else rotary_shift(*of_images)
         for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True, shift), strict=True):
             if column is not None:
                 column[s] = value

@@ -179,6 +179,9 @@ def check_tower_served(config, hf_config: dict, tower) -> None:
     if tower.two_way:
         raise ConfigError(f"{name} and images, whose tokens see each other: vLLM's attention for CPUs reads them "
                           "causally, and jaxrl does not write its items for GPUs yet; set rollout.engine=jax")
+    if tower.video:
+        raise ConfigError(f"{name} and rows with videos: jaxrl does not write items of videos for vLLM yet; set "
+                          "rollout.engine=jax")
     if tower.theta != VLLM_TOWER_THETA:
         raise ConfigError(f"{name} and vision_config.rope_parameters.rope_theta={tower.theta:g}: vLLM computes towers "
                           f"with {VLLM_TOWER_THETA:g}; set rollout.engine=jax")

@@ -20,7 +20,8 @@ def identity(pictures: Pictures | None, length: int | None = None) -> tuple:
     own = slice(None) if pictures is None or length is None else pictures.firsts < length
     if pictures is None or not len(pictures.firsts[own]):
         return ()
-    return pictures.patches, pictures.numbers[own].tobytes(), pictures.firsts[own].tobytes()
+    of_time = () if pictures.delays is None else (pictures.delays[own].tobytes(),)
+    return pictures.patches, pictures.numbers[own].tobytes(), pictures.firsts[own].tobytes(), *of_time
 
 
 def rows_of_slots(of: Sequence[int], rows: int, shards: int, slots: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -54,7 +55,7 @@ def suffix_images(vision: VisionConfig, suffixes: Sequence[tuple[int, Pictures, 
     merge, placed, used = vision.merge, [], np.zeros(rows, int)
     rotary = np.zeros((rows, max(stop - start for _, _, start, stop in suffixes), 3), np.int32)
     for row, pictures, start, stop in suffixes:
-        whole = rotary_positions(stop, pictures.firsts, pictures.grids, merge)
+        whole = rotary_positions(stop, pictures.firsts, pictures.grids, merge, pictures.delays)
         rotary[row, :stop - start] = whole[start:]
         new = np.flatnonzero(pictures.firsts >= start)
         for i, values in zip(new, pictures.patches(pictures.numbers[new]), strict=True):
@@ -62,7 +63,7 @@ def suffix_images(vision: VisionConfig, suffixes: Sequence[tuple[int, Pictures, 
             placed.append(Placed(row, columns, pictures.grids[i], values))
             used[row] += len(values)
     room = next(n for n in rooms if n >= used.max())
-    return image_rows(placed, rotary, room, merge, vision.channels * vision.patch**2, vision.window)
+    return image_rows(placed, rotary, room, merge, vision.patch_numbers, vision.window)
 
 
 def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], lengths: Sequence[int], width: int,
@@ -78,11 +79,12 @@ def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], len
     merge, placed = vision.merge, []
     of_tokens = np.zeros((len(lengths), width, *(() if vision.two_way else (3,))), np.int32)
     for row, (own, length) in enumerate(zip(pictures, lengths, strict=True)):
-        firsts, grids, pixels = ((), (), ()) if own is None else (own.firsts, own.grids, own.patches(own.numbers))
-        of_tokens[row, :length] = token_positions(vision.two_way, length, firsts, grids, merge)
+        firsts, grids, pixels, delays = ((), (), (), ()) if own is None else (
+            own.firsts, own.grids, own.patches(own.numbers), own.delays)
+        of_tokens[row, :length] = token_positions(vision.two_way, length, firsts, grids, merge, delays)
         placed += [Placed(row, first + np.arange(len(values) // merge**2), grid, values)
                    for first, grid, values in zip(firsts, grids, pixels, strict=True)]
-    return image_rows(placed, of_tokens, patches, merge, vision.channels * vision.patch**2, vision.window)
+    return image_rows(placed, of_tokens, patches, merge, vision.patch_numbers, vision.window)
 
 
 def suffix_pieces(images: Images, suffixes: Sequence[tuple[int, int, int, np.ndarray]], shape: tuple[int, int],

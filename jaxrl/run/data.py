@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl import data as jaxrl_data
 from jaxrl import models
 from jaxrl.config.load import get
+from jaxrl.data.images import video
 from jaxrl.data.images.resize import RULES, as_fields
 from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
@@ -96,9 +97,11 @@ def with_tower(config, inputs, images: ImageSource):
     m = config.model
     hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
                                images=True)
-    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std}
+    hf_config[IMAGES] = {**hf_config[IMAGES], "mean": images.mean, "std": images.std, "video": images.videos}
     source = hf_config[hf.SOURCE]
     source["processors"] = nested.with_images(source.get("processors", {}), as_fields(images.rule))
+    if images.videos and images.sampling is not None:
+        source["processors"] = nested.with_videos(source["processors"], video.as_fields(images.sampling))
     table = models.build(hf_config, compute_dtype=jnp.float32, scan_layers=True)
     assert table.config.vision is not None
     images.window, images.two_way = table.config.vision.window, table.config.vision.two_way
@@ -117,10 +120,14 @@ def check_controls(spec, eval_sets: dict) -> None:
 
 
 def check_judges(spec, images: ImageSource | None) -> None:
-    """Raises ConfigError for a judge that is shown images, which no row has."""
+    """Raises ConfigError for a judge that is shown images where no row has one, or rows have videos."""
     for name, (kind, o) in service_options(spec.reward).items():
-        if kind == "judge" and o["show_images"] and name in (*spec.reward.functions, *spec.eval.rewards) and (
-                images is None or not images.used):
+        if kind != "judge" or not o["show_images"] or name not in (*spec.reward.functions, *spec.eval.rewards):
+            continue
+        if images is not None and images.videos:
+            raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and the rows hold "
+                              "videos, which judges are not shown; leave it out")
+        if images is None or not images.used:
             raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and no row has an "
                               "image; leave it out")
 

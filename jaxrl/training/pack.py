@@ -80,7 +80,7 @@ def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, 
         if own.any():
             span = packed[traj.offsets[sequence]:traj.offsets[sequence + 1]]
             values = token_positions(pictures.two_way, len(span), pictures.firsts[own], pictures.grids[own],
-                                     pictures.merge)
+                                     pictures.merge, None if pictures.delays is None else pictures.delays[own])
             of_tokens[span[span >= 0]] = values[span >= 0]
     out = np.zeros((len(micro.rows), micro.row_length, *of_tokens.shape[1:]), np.int32)
     out[row, at] = of_tokens

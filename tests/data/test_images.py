@@ -371,7 +371,7 @@ def test_image_tokens_are_a_table(tokenizer):
     rendered = tokenizer.apply_chat_template(escaped.messages, tokenize=False)
     text, marks = restore(rendered, escaped.stand_ins, QWEN, len(images))
     assert marks == [False, True, True, False]
-    ids, firsts = expand(tokenizer(text, add_special_tokens=False)["input_ids"], marks, [3, 2], pad)
+    ids, firsts = expand(tokenizer(text, add_special_tokens=False)["input_ids"], marks, [3, 2], [pad])
     pieces = text.split(QWEN.pad)  # as transformers: the text is expanded, then tokenised
     want = tokenizer("".join(piece + QWEN.pad * n for piece, n in zip(pieces, (1, 3, 2, 1, 0), strict=True)), add_special_tokens=False)
     assert ids == want["input_ids"] and [ids[f - 1] for f in firsts] == [tokenizer.convert_tokens_to_ids(QWEN.start)] * 2
@@ -379,7 +379,7 @@ def test_image_tokens_are_a_table(tokenizer):
     with pytest.raises(ImageError, match="writes 0 of 1 images"):
         restore("a:b", escaped.stand_ins, QWEN, 1)
     with pytest.raises(ImageError, match="makes 0 image tokens"):
-        expand([4, 5], [True], [1], pad)
+        expand([4, 5], [True], [1], [pad])
 
 
 GEMMA_TEMPLATE = ("{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -404,7 +404,7 @@ def test_a_marker_becomes_the_whole_image():
     text, marks = restore(fast.apply_chat_template(escaped.messages, tokenize=False), escaped.stand_ins, GEMMA, len(images))
     assert marks == [False, True, True, True] and text.startswith(f"a:{user}\n\n<start_of_image>")
     pad = fast.convert_tokens_to_ids(GEMMA.pad)
-    ids, firsts = expand(fast(text, add_special_tokens=False)["input_ids"], marks, [4] * 3, pad)
+    ids, firsts = expand(fast(text, add_special_tokens=False)["input_ids"], marks, [4] * 3, [pad])
     whole = f"\n\n<start_of_image>{GEMMA.pad * 4}<end_of_image>\n\n"
     want = fast(f"a:{user}{whole}{whole}\nb:\n{whole}a\n", add_special_tokens=False)["input_ids"]
     assert ids == want and all(ids[f - 1] == 1 and ids[f:f + 5] == [2, 2, 2, 2, 3] for f in firsts) and ids.count(6) == 3

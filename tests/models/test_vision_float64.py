@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import video_cases
 from helpers import vision_cases as cases
 from helpers.tiers import first_cases
 from helpers.vision_cases import rows_for, sequences, value_and_gradients
@@ -48,6 +49,19 @@ def in_float64(monkeypatch):
 @first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_every_gradient_equals_transformers(tmp_path, in_float64, kind):
     """Of tower, mergers, taps and decoder: relative to the parameter's largest, 1e-10; of 0, 1 and 2 images, packed into two rows here."""
+    own = sequences()
+    check(tmp_path, in_float64, kind, cases.ours, own, lambda model, one: cases.theirs(model, *one, grad=True),
+          lambda model: rows_for(model, own, rows=[0, 0, 1, 1])[:2])
+
+
+def test_every_gradient_of_videos_equals_transformers(tmp_path, in_float64):
+    """Of rows with two videos, an image and text, packed into two; frames of one patch differ."""
+    own = video_cases.sequences("qwen2_5_vl")
+    check(tmp_path, in_float64, "qwen2_5_vl", video_cases.ours, own, lambda model, one: video_cases.theirs(model, one, grad=True),
+          lambda model: video_cases.rows(own, model.config.vision.window, [0, 0, 1])[:2])
+
+
+def check(tmp_path, in_float64, kind, ours, sequences, theirs_of, rows_of):
     import torch
     theirs = cases.make(tmp_path / "model", kind=kind).double()
     if kind == "qwen3_vl_moe":  # torch's grouped product has no float64
@@ -60,14 +74,13 @@ def test_every_gradient_equals_transformers(tmp_path, in_float64, kind):
         buffer.copy_(torch.tensor(own))
     in_float64(kind)
     value = 0.0
-    for own in sequences():
-        out = torch.log_softmax(cases.theirs(theirs, *own, grad=True), -1).sin().sum()
+    for own in sequences:
+        out = torch.log_softmax(theirs_of(theirs, own), -1).sin().sum()
         out.backward()
         value += float(out.detach())
     with jax.enable_x64(True):
-        model, params = cases.ours(tmp_path / "model", dtype=jnp.float64)
-        arrays, images, _ = rows_for(model, sequences(), rows=[0, 0, 1, 1])
-        found, grads = value_and_gradients(model, params, arrays, images)
+        model, params = ours(tmp_path / "model", dtype=jnp.float64)
+        found, grads = value_and_gradients(model, params, *rows_of(model))
         hf.export(model, grads, tmp_path / "grads", hf.load_config(str(tmp_path / "model"), images=True), dtype="float64")
     got = {name: t.read() for name, t in tensorfile.list_folder(tmp_path / "grads").items()}
     assert abs(found - value) < 1e-10 * abs(value)

@@ -10,6 +10,7 @@ from helpers.run_tools import fingerprint, run
 import jaxrl
 from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
+from jaxrl.models.vision.config import vision_config
 
 QUIET = {"log.console": "off", "log.tensorboard": False}
 
@@ -226,3 +227,30 @@ def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, che
     jaxrl.train(job, data=rows)
     step = next(row for row in rows_of(tmp_path / "run") if "distill/divergence" in row)
     assert abs(step["distill/divergence"]) < 1e-5 and step["advantage/abs_mean"] < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["tiny_rl", "tiny_qwen2_5_rl", "tiny_qwen2_rl"])
+def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, variant):
+    """Warm start and GRPO on configs/video.py: sampler and trainer agree, controls are evaluated, and the export takes videos as the job did."""
+    c = load_config(f"video:{variant}", {"run.dir": str(tmp_path / "run"), **QUIET})
+    summary = jaxrl.train(c)
+    steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert summary["finished"] and len(steps) == 2 and all(row["gap/max"] < 1e-4 for row in steps)
+    stored = json.loads((tmp_path / "run/export/video_preprocessor_config.json").read_text())
+    assert stored["size"]["longest_edge"] == c.data.video_max_pixels and stored["temporal_patch_size"] == 2
+    again = jaxrl.train(load_config(f"video:{variant}", {
+        "run.dir": str(tmp_path / "again"), "run.mode": "eval", "run.warm_start": "", "model.path": str(tmp_path / "run/export"),
+        "data.video_max_pixels": None, **QUIET}))
+    after, before = again["eval"]["sets"]["test"], summary["eval_after"]["sets"]["test"]
+    assert {name: after[name] for name in ("accuracy", "blank/accuracy", "swapped/accuracy")} == {
+        name: before[name] for name in ("accuracy", "blank/accuracy", "swapped/accuracy")}
+
+
+def test_vllm_refuses_videos_by_name():
+    from jaxrl.rollout.engines import check_tower_served
+    c = load_config("video:rl", {"rollout.engine": "vllm"})
+    tower = vision_config({"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16, "num_position_embeddings": 4,
+                           "deepstack_visual_indexes": [], "video": True}, "qwen3", 16, 2)
+    with pytest.raises(ConfigError, match="rollout.engine=vllm with model_type=qwen3_vl_text and rows with videos"):
+        check_tower_served(c, {"model_type": "qwen3_vl_text"}, tower)

@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import io
 import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,22 +81,59 @@ def pixels_of(image: Image, limit: int) -> np.ndarray:
 
 def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
     """Decodes, resizes and cuts an image. Raises ImageError."""
-    pixels = pixels_of(image, limit)
-    stored = pixels.shape[:2]
-    height, width = rule.size(*stored)
+    return picture_of_frames([image], rule, limit, rule.size)
+
+
+def picture_of_frames(frames: Sequence[Image], rule: Rule, limit: int, size: Callable[..., tuple[int, int]]) -> Picture:
+    """Decodes, resizes and cuts the frames that a patch holds. Raises ImageError.
+
+    size: stored height and width -> those of the resized frames.
+    """
+    pixels = [pixels_of(frame, limit) for frame in frames]
+    stored = pixels[0].shape[:2]
+    height, width = size(*stored)
     pillow = _pillow()
-    resized = np.asarray(pillow.fromarray(pixels).resize((width, height), resample=rule.resample))
+    cuts = [cut(np.asarray(pillow.fromarray(own).resize((width, height), resample=rule.resample)), rule)
+            for own in pixels]
     grid = height // rule.patch, width // rule.patch
-    patches = cut(resized, rule)
+    patches = cuts[0] if len(cuts) == 1 else together(cuts)
     digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).digest()
     return Picture(digest, grid, stored, patches)
 
 
-def as_text(value) -> str:
-    """Returns an image in memory as a data URI, which read.image_of takes: for files that hold text alone.
+def together(frames: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns [N, C * T * p * p] patches of T frames from those of each, [N, C * p * p]."""
+    return np.stack([own.reshape(len(own), 3, -1) for own in frames], axis=2).reshape(len(frames[0]), -1)
+
+
+def animation(image: Image) -> tuple[float, ...] | None:
+    """Returns the time of each frame of an animated GIF or WebP in seconds, by the durations in the file; None for a
+    still image. Raises ImageError for a file that cannot be read."""
+    if isinstance(image.pixels, np.ndarray):
+        return None
+    with _opened(image, sys.maxsize) as (opened, _):
+        count = getattr(opened, "n_frames", 1)
+        if count < 2:
+            return None
+        times, now = [], 0.0
+        for number in range(count):
+            opened.seek(number)
+            if opened.format == "WEBP":  # tells a frame's duration when it is decoded
+                opened.load()
+            times.append(now)
+            now += (opened.info.get("duration") or 100) / 1000
+        opened.seek(0)
+    return tuple(times)
+
+
+def as_text(value) -> str | list:
+    """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
+    for files that hold text alone.
 
     Raises TypeError for another value, as a `default` of json.dumps must.
     """
+    if isinstance(value, np.ndarray) and value.ndim == 4:  # the frames of a video
+        return [as_text(frame) for frame in value]
     if isinstance(value, bytes | bytearray | memoryview):
         return "data:;base64," + base64.b64encode(bytes(value)).decode()
     if isinstance(value, np.ndarray) or (hasattr(value, "convert") and hasattr(value, "getexif")):
@@ -144,6 +183,8 @@ def _opened(image: Image, limit: int):
         if image.pixels is not None:
             width, height = image.pixels.size
             _checked_size(width, height, limit)
+            if image.frame:
+                image.pixels.seek(image.frame)
             yield image.pixels, None
             return
         if image.encoded == b"":
@@ -151,6 +192,8 @@ def _opened(image: Image, limit: int):
         with io.BytesIO(image.encoded or b"") if image.path is None else open(image.path, "rb") as file:
             opened = pillow.open(file, formats=FORMATS)
             _checked_size(*opened.size, limit)
+            if image.frame:
+                opened.seek(image.frame)
             yield opened, file
     except (ImageError, ConfigError, MemoryError):
         raise

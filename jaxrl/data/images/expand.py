@@ -6,6 +6,8 @@ the same token, and there it is text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +23,19 @@ class Tokens(NamedTuple):
 
     marker: what a chat template writes for an image, which becomes the whole; "" = the template writes the whole
     itself, with one `pad`.
+    video: the pad of a video, of which the template writes one in place of the image's; "" = the family reads none.
     """
 
     start: str
     pad: str
     end: str
     marker: str = ""
+    video: str = ""
+
+    @property
+    def pads(self) -> tuple[str, ...]:
+        """The tokens that stand for features."""
+        return (self.pad, self.video) if self.video else (self.pad,)
 
     @property
     def text(self) -> str:
@@ -43,17 +52,17 @@ class Tokens(NamedTuple):
         return self.text if self.marker else self.pad
 
 
-QWEN = Tokens("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+QWEN = Tokens("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", video="<|video_pad|>")
 GEMMA = Tokens("\n\n<start_of_image>", "<image_soft_token>", "<end_of_image>\n\n", "<start_of_image>")
 TOKENS = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "gemma3": GEMMA}
 
 
 class Escaped(NamedTuple):
     """Messages in whose text characters stand in for the image token and for what a template writes for an image: the
-    same one where these are the same."""
+    same one where these are the same; and for the token of a video."""
 
     messages: list[dict]
-    stand_ins: tuple[str, str]
+    stand_ins: tuple[str, ...]
 
 
 def escape(messages: list[dict], tokens: Tokens) -> Escaped:
@@ -65,18 +74,21 @@ def escape(messages: list[dict], tokens: Tokens) -> Escaped:
     """
     texts = [text for message in messages for text in _texts(message)]
     free = [c for c in STAND_INS if not any(c in text for text in texts)]
-    if len(free) < 2:
+    if len(free) < 3:
         raise PromptError("the messages use every character that could stand in for an image token")
     of_pad, of_marker = (free[0], free[1] if tokens.marker else free[0])
+    of_video = [(tokens.video, free[2])] if tokens.video else []
 
     def clean(value) -> Any:
         if isinstance(value, str):
-            return value.replace(tokens.pad, of_pad).replace(tokens.written, of_marker)
+            for token, stand_in in ((tokens.pad, of_pad), (tokens.written, of_marker), *of_video):
+                value = value.replace(token, stand_in)
+            return value
         if isinstance(value, list):
             return [clean(one) for one in value]
         return {k: clean(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-    return Escaped([clean(message) for message in messages], (of_pad, of_marker))
+    return Escaped([clean(message) for message in messages], (of_pad, of_marker, *(char for _, char in of_video)))
 
 
 def _texts(value) -> list[str]:
@@ -85,48 +97,62 @@ def _texts(value) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def restore(rendered: str, stand_ins: tuple[str, str], tokens: Tokens, images: int) -> tuple[str, list[bool]]:
-    """Returns (the text as the tokenizer reads it, for each image token in it whether it is an image's).
+def restore(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens, images: int,
+            videos: Sequence[str] = ()) -> tuple[str, list[bool]]:
+    """Returns (the text as the tokenizer reads it, for each image or video token in it whether it is a picture's).
 
-    Raises ImageError if the template did not write every image once.
+    videos: of each video what its token becomes: one video token for each group of frames, and text between them.
+
+    Raises ImageError if the template did not write every image and every video once.
     """
-    pieces, (of_pad, _) = rendered.split(tokens.written), stand_ins
-    if len(pieces) - 1 != images:
-        raise ImageError(f"the chat template writes {len(pieces) - 1} of {images} images; give "
-                         f"model.chat_template=FILE, one that writes {tokens.marker or tokens.text} for a content part "
-                         "of type image")
-    marks = []
+    of_pad, _, *of_video = stand_ins
+    patterns = {tokens.written: images} | ({tokens.video: len(videos)} if tokens.video else {})
+    pieces = re.split("(" + "|".join(map(re.escape, patterns)) + ")", rendered)
+    for (token, wanted), kind in zip(patterns.items(), ("image", "video"), strict=False):
+        if (count := pieces[1::2].count(token)) != wanted:
+            whole = tokens.start + token + tokens.end if kind == "video" else tokens.marker or tokens.text
+            raise ImageError(f"the chat template writes {count} of {wanted} {kind}s; give "
+                             f"model.chat_template=FILE, one that writes {whole} for a content part of type {kind}")
+    marks, left = [], iter(videos)
     for i, piece in enumerate(pieces):
-        marks += [True] * bool(i) + [False] * piece.count(of_pad)
-    return spelled(rendered, stand_ins, tokens), marks
+        if i % 2 == 0:
+            marks += [False] * sum(piece.count(char) for char in (of_pad, *of_video))
+        elif piece == tokens.written:
+            marks.append(True)
+        else:
+            pieces[i] = next(left)
+            marks += [True] * pieces[i].count(tokens.video)
+    return spelled("".join(pieces), stand_ins, tokens), marks
 
 
-def spelled(rendered: str, stand_ins: tuple[str, str], tokens: Tokens) -> str:
+def spelled(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens) -> str:
     """Returns what a chat template wrote of escaped messages as the tokenizer reads it."""
-    of_pad, of_marker = stand_ins
+    of_pad, of_marker, *of_video = stand_ins
     whole = rendered.replace(tokens.written, tokens.expanded).replace(of_pad, tokens.pad)
+    for char in of_video:
+        whole = whole.replace(char, tokens.video)
     return whole.replace(of_marker, tokens.written)
 
 
-def expand(ids, marks: list[bool], counts: list[int], pad_id: int) -> tuple[list[int], list[int]]:
+def expand(ids, marks: list[bool], counts: list[int], pads: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns (ids with an image's token repeated, index of the first token of each image).
 
     Args:
       ids: of the text of `restore`.
-      marks: whether each id that is `pad_id` is an image's, in their order.
+      marks: whether each id that is one of `pads` is an image's, in their order.
       counts: image tokens of each image.
-      pad_id: id of the image token.
+      pads: ids of the image token and of the video token.
 
     Raises ImageError if the tokenizer did not make one id of each image token.
     """
-    at = np.flatnonzero(np.asarray(ids) == pad_id)
+    at = np.flatnonzero(np.isin(np.asarray(ids), pads))
     if len(at) != len(marks) or sum(marks) != len(counts):
-        raise ImageError(f"the tokenizer makes {len(at)} image tokens (id {pad_id}) of {len(marks)}; the image token "
-                         "must be one special token of it")
+        raise ImageError(f"the tokenizer makes {len(at)} image tokens (id {', '.join(map(str, pads))}) of "
+                         f"{len(marks)}; the image token must be one special token of it")
     out, firsts, begin, left = [], [], 0, iter(counts)
     for place, is_image in zip(at.tolist(), marks, strict=True):
         out += ids[begin:place]
         firsts += [len(out)] * is_image
-        out += [pad_id] * (next(left) if is_image else 1)
+        out += [ids[place]] * (next(left) if is_image else 1)
         begin = place + 1
     return [*out, *ids[begin:]], firsts

@@ -20,10 +20,11 @@ import numpy as np
 from jaxrl.data.chat_template import PromptError
 from jaxrl.errors import type_of
 
-MARKER = "<image>"
+MARKER, VIDEO_MARKER = "<image>", "<video>"
 EDGE = 4096  # bytes at each end of a file, which tell it from others
 STARTS = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # of PNG, JPEG, WebP, BMP and GIF in base64
 VALUES = ("image", "image_url", "url", "path", "bytes", "base64")  # fields of a content part that hold an image
+VIDEO_VALUES = ("video", "frames", "path")  # and of one that holds a video
 FORMS = "encoded bytes, {bytes, path}, a path, a data URI, base64 text, a Pillow image or a uint8 array"
 
 
@@ -33,17 +34,19 @@ class ImageError(PromptError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Image:
-    """An image that is not read yet; one field is set.
+    """An image that is not read yet; one of the first three fields is set.
 
     Attributes:
       encoded: the bytes of a file.
       path: a file.
       pixels: a uint8 array or a Pillow image.
+      frame: which one of an animation, beside one of these.
     """
 
     encoded: bytes | None = None
     path: Path | None = None
     pixels: Any = None
+    frame: int = 0
 
     def __str__(self):
         return str(self.path) if self.path else "an image in memory" if self.encoded is None else "encoded bytes"
@@ -59,7 +62,7 @@ class Image:
                 held = b"%d " % size + held + file.read()
         else:
             held = self.encoded if self.encoded is not None else np.asarray(self.pixels).tobytes()
-        return hashlib.blake2b(held, digest_size=16).hexdigest()
+        return hashlib.blake2b(held + b"frame %d" % self.frame * (self.frame > 0), digest_size=16).hexdigest()
 
 
 def images_of(cell, root: Path | None) -> list[Image]:
@@ -143,54 +146,65 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Path | None) -> tuple[Any, list[Image]]:
-    """Splits a prompt into text and images.
+def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Path | None, videos=(),
+                 video_of: Any = None) -> tuple[Any, list]:
+    """Splits a prompt into text, images and videos.
 
     A message's content may be text or a list of parts: {"type": "text", "text"}, {"type": "image"} (takes the next
     image of the column), {"type": "image", "image": ...} and {"type": "image_url", "image_url": ... or {"url": ...}}.
     `marker` in text takes the next image of the column, too. If nothing takes one, the column's images come before the
-    text of the first user message.
+    text of the first user message. So it is with videos, parts {"type": "video"} and the marker <video>, which is text
+    in rows without a column of videos; where neither is marked, images come before videos.
 
     Args:
       prompt: text or chat messages.
-      column: images of the row's column, unread.
+      column: images of the row's column, unread. videos: those of its column of videos.
+      video_of: value of a part, root, the part -> a video; None = the model reads none.
 
-    Returns (messages whose contents are lists of {"type": "text", "text"} and {"type": "image"}, images in the order of
-    these parts). A text prompt becomes one user message. Without images: (prompt, []).
+    Returns (messages whose contents are lists of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
+    images and videos in the order of these parts). A text prompt becomes one user message. Without images:
+    (prompt, []).
 
-    Raises ImageError where markers and images differ in number, for a video, and for parts in no known form.
+    Raises ImageError where markers and images differ in number, and for parts in no known form.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    rest, used = iter(column), []
-    out = [_message(i, message, rest, used, marker, root) for i, message in enumerate(messages)]
-    left = list(rest)
-    if left and len(left) == len(column):
-        at = next((i for i, message in enumerate(out) if message["role"] == "user"), 0)
-        before = [part for message in out[:at] for part in message["content"] if part["type"] == "image"]
-        used[len(before):len(before)] = left
-        out[at] = {**out[at], "content": [{"type": "image"}] * len(left) + out[at]["content"]}
-    elif left:
-        raise ImageError(f"{len(column) - len(left)} markers ({marker} or image parts) for {len(column)} images")
+    rest, used = {"image": iter(column), "video": iter(videos)}, []
+    markers = {"image": marker, "video": VIDEO_MARKER if videos else ""}
+    out = [_message(i, message, rest, used, markers, root, video_of) for i, message in enumerate(messages)]
+    for kind, whole in (("video", videos), ("image", column)):  # the last ones come first
+        left = list(rest[kind])
+        if left and len(left) == len(whole):
+            at = next((i for i, message in enumerate(out) if message["role"] == "user"), 0)
+            before = [part for message in out[:at] for part in message["content"] if part["type"] != "text"]
+            used[len(before):len(before)] = left
+            out[at] = {**out[at], "content": [{"type": kind}] * len(left) + out[at]["content"]}
+        elif left:
+            marked = f"{len(whole) - len(left)} markers ({markers[kind]} or {kind} parts)"
+            raise ImageError(f"{marked} for {len(whole)} {kind}s")
     return (out, used) if used else (prompt, [])
 
 
-def _message(number: int, message, rest, used: list, marker: str, root) -> dict:
+def _message(number: int, message, rest, used: list, markers: dict[str, str], root, video_of) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {number} is not {{role: ..., content: ...}}")
     content, parts, where = message.get("content"), [], f"message {number} ({message['role']})"
 
-    def take():
-        if (image := next(rest, None)) is None:
-            raise ImageError(f"{where}: more markers ({marker} or image parts) than images ({len(used)}); "
-                             "data.image_marker='' reads markers as text")
-        used.append(image)
-        parts.append({"type": "image"})
+    def take(kind: str):
+        if (found := next(rest[kind], None)) is None:
+            what = f"{where}: more markers ({markers[kind] or VIDEO_MARKER} or {kind} parts) than {kind}s ({len(used)})"
+            raise ImageError(what + "; data.image_marker='' reads markers as text" * (kind == "image"))
+        put(kind, found)
+
+    def put(kind: str, found):
+        used.append(found)
+        parts.append({"type": kind})
 
     def read(text: str):
-        for i, piece in enumerate(text.split(marker) if marker else [text]):
-            if i:
-                take()
-            if piece:
+        kinds = {text: kind for kind, text in markers.items() if text}
+        for piece in re.split("(" + "|".join(map(re.escape, kinds)) + ")", text) if kinds else [text]:
+            if piece in kinds:
+                take(kinds[piece])
+            elif piece:
                 parts.append({"type": "text", "text": piece})
 
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
@@ -200,12 +214,18 @@ def _message(number: int, message, rest, used: list, marker: str, root) -> dict:
         elif kind in ("image", "image_url"):
             given = [part[name] for name in VALUES if part.get(name) is not None]
             if not given:
-                take()
+                take("image")
                 continue
             value = given[0]
             value = value.get("url", value) if isinstance(value, dict) else value
-            used.append(image_of(value, root))
-            parts.append({"type": "image"})
+            put("image", image_of(value, root))
+        elif kind == "video" and video_of is not None:
+            value = next((part[name] for name in VIDEO_VALUES if part.get(name) is not None), None)
+            if value is None:
+                take("video")
+            else:
+                put("video", video_of(value, root, part))
         else:
-            raise ImageError(f"{where} has a part of type {kind!r}: text and images are read")
+            raise ImageError(f"{where} has a part of type {kind!r}: text and images are read"
+                             + ", and videos by Qwen's towers" * (kind == "video"))
     return {**message, "content": parts}

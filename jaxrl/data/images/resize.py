@@ -99,7 +99,7 @@ OF_NO_PIXEL = {"processor_class", "feature_extractor_type", "default_to_square",
 
 
 def rule_of(model_type: str, folder: Path | None = None, least: int | None = None, most: int | None = None,
-            tower: dict | None = None) -> Rule:
+            tower: dict | None = None, stored: tuple[str, dict] | None = None) -> Rule:
     """Returns the rule of a checkpoint.
 
     Args:
@@ -108,6 +108,7 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
         without one: the family's defaults.
       least, most: bounds that replace the checkpoint's.
       tower: the vision_config of its config.json, whose sizes hold where the folder names none; None: the family's.
+      stored: (name, fields) to read instead of the folder's.
 
     Raises ConfigError for a family without a rule, an unreadable file, and fields that would change pixels otherwise.
     """
@@ -117,7 +118,7 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
     sizes = {ours: tower[theirs] for ours, theirs in of_tower.items() if tower and tower.get(theirs) is not None}
     if RULES[model_type].side and tower:
         sizes["merge"] = pooled(tower)
-    rule, (name, given) = dataclasses.replace(RULES[model_type], **sizes), _stored(folder)
+    rule, (name, given) = dataclasses.replace(RULES[model_type], **sizes), stored or _stored(folder)
     squares, read, known = bool(rule.side), *((READ_OF_SQUARES, SERVED_OF_SQUARES) if rule.side else (READ, SERVED))
     for option, bound in (("data.image_min_pixels", least), ("data.image_max_pixels", most)):
         if squares and bound is not None:
@@ -208,8 +209,10 @@ def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
     return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, channels * p * p)
 
 
-def join(patches: np.ndarray, grid: tuple[int, int], merge: int) -> np.ndarray:
-    """Returns the [H, W, 3] uint8 pixels that `cut` cut. grid: rows and columns of patches. merge: Rule.merge."""
-    (rows, columns), p = grid, math.isqrt(patches.shape[1] // 3)
-    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, p, p)
+def join(patches: np.ndarray, grid: tuple[int, int], merge: int, frames: int = 1) -> np.ndarray:
+    """Returns the [H, W, 3] uint8 pixels that `cut` cut, of several frames in a patch the first. grid: rows and columns
+    of patches. merge: Rule.merge."""
+    (rows, columns), p = grid, math.isqrt(patches.shape[1] // (3 * frames))
+    first = patches.reshape(len(patches), 3, frames, -1)[:, :, 0]
+    blocks = first.reshape(rows // merge, columns // merge, merge, merge, 3, p, p)
     return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * p, columns * p, 3)

@@ -54,7 +54,7 @@ def _save(folder: Path, pictures: Pictures, numbers: list[int]) -> dict[int, str
         kept[number] = f"{FOLDER}/{digest}.png"
         if not (path := folder / kept[number]).exists():
             unnamed = path.with_suffix(".tmp")
-            unnamed.write_bytes(thumbnail(join(patches, grids[number], pictures.merge), LONGEST))
+            unnamed.write_bytes(thumbnail(join(patches, grids[number], pictures.merge, pictures.frames), LONGEST))
             unnamed.replace(path)
     return kept
 

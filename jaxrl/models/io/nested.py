@@ -121,6 +121,16 @@ def with_images(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
     return out
 
 
+def with_videos(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
+    """Returns the files of `processors` with the fields of a video processor (data.images.video.as_fields)."""
+    out, whole = dict(processors), processors.get("processor_config.json", {})
+    if "video_processor" in whole:
+        out["processor_config.json"] = {**whole, "video_processor": _replaced(whole["video_processor"], fields)}
+    else:
+        out[PROCESSORS[2]] = _replaced(out.get(PROCESSORS[2], {}), fields)
+    return out
+
+
 def _replaced(stored: dict, fields: dict) -> dict:
     kept = {k: v for k, v in stored.items() if k not in ("min_pixels", "max_pixels")}
     return {**kept, **fields, **{k: stored[k] for k in ("image_processor_type",) if k in stored}}

@@ -66,6 +66,7 @@ class VisionConfig:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by channel; see data.images.resize
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
+    video: bool = False     # a patch holds `frames` frames, which may differ; else one, of a still image
     two_way: bool = False   # the tokens of an image see each other in the decoder, where they have one position each
 
     norm_offset = 0.0  # norms scale by their weight
@@ -83,6 +84,11 @@ class VisionConfig:
     def merged(self) -> int:
         """Numbers of the patches of one feature."""
         return self.width * self.merge**2
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch in the rows that the tower reads."""
+        return self.channels * self.patch**2 * (self.frames if self.video else 1)
 
     @property
     def side(self) -> int:
@@ -113,7 +119,7 @@ def vision_config(given: dict, kind: str, out_size: int, layers: int) -> VisionC
     """Reads a vision_config as transformers reads it.
 
     Args:
-      given: the table. Its entries `mean` and `std`, which no HF config has, are those of the pixels.
+      given: the table. Its entries `mean`, `std` and `video`, which no HF config has, are the fields of this name.
       kind: Family.vision.
       out_size, layers: hidden size and number of layers of the decoder.
 
@@ -123,6 +129,7 @@ def vision_config(given: dict, kind: str, out_size: int, layers: int) -> VisionC
     given = {NAMES.get(key, key): value for key, value in given.items()
              if key not in OF_NO_NUMBER or key in defaults}
     pixels: dict[str, Any] = {key: tuple(given.pop(key)) for key in ("mean", "std") if key in given}
+    pixels["video"] = bool(given.pop("video", False))
     same = {key: given.pop(key) for key in SAME if key in given}
     if unknown := sorted(key for key in given.keys() - defaults.keys() if given[key] is not None):
         raise ConfigError(f"model config: vision_config has {', '.join(unknown)}, which is not read here and may "

@@ -1,7 +1,11 @@
 """Where images and tokens lie, in numpy on the host: positions of tokens, rows and columns of patches, rows of patches.
 
 A token of text has three equal positions. An image whose first token has position p has (p, p + row, p + column), rows
-and columns being those of its tokens; what follows goes on at p + the larger of its two sides. Where the tokens of an
+and columns being those of its tokens; what follows goes on at p + the larger of its two sides. A
+video whose frames follow each other without text between them (Qwen2-VL, Qwen2.5-VL) is several images that begin at
+one p, each delayed in time; what follows goes on behind the largest position of any of the three. So Qwen2-VL's paper,
+vLLM 0.32 and transformers up to 5.2 count; transformers 5.3 to 5.24 let text begin at p + the larger side, also where
+a video lasts longer. Where the tokens of an
 image see each other (VisionConfig.two_way), every token has one position, its index, and a reach.
 
 Legend: R rows, L tokens per row, P patches per row, m patches per side of a token.
@@ -9,6 +13,7 @@ Legend: R rows, L tokens per row, P patches per row, m patches per side of a tok
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -17,24 +22,35 @@ import numpy as np
 from jaxrl.types import Images
 
 
-def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
+def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int,
+                     delays: Iterable[int] | None = None) -> np.ndarray:
     """Returns positions by (time, row, column) of a sequence, [length, 3] int32.
 
     Args:
       firsts: index of the first token of each image, rising.
       grids: (rows, columns) of patches of each image.
       merge: m.
+      delays: as Pictures.delays; None = each image stands alone.
     """
-    steps, inside = np.ones(length, np.int64), np.zeros((length, 2), np.int64)
-    for first, (height, width) in zip(firsts, grids, strict=True):
+    steps, inside, end = np.ones(length, np.int64), np.zeros((length, 3), np.int64), 0
+    for first, (height, width), delay in zip(firsts, grids, _every(delays), strict=False):
         height, width = height // merge, width // merge
         count = height * width
         assert 0 <= first and first + count <= length, f"an image of {count} tokens at {first} of {length}"
-        steps[first:first + count] = 0
-        steps[first + count - 1] = max(height, width)
-        inside[first:first + count] = np.indices((height, width)).reshape(2, -1).T
+        if delay >= 0:
+            assert first == end, f"frames of a video end at token {end}, the next begin at {first}"
+            steps[end - 1] = 0
+        end = first + count
+        steps[first:end] = 0
+        steps[end - 1] = max(height, width, delay + 1)
+        inside[first:end, 0] = max(delay, 0)
+        inside[first:end, 1:] = np.indices((height, width)).reshape(2, -1).T
     start = np.cumsum(steps) - steps
-    return np.concatenate([start[:, None], start[:, None] + inside], axis=1).astype(np.int32)
+    return (start[:, None] + inside).astype(np.int32)
+
+
+def _every(delays: Iterable[int] | None) -> Iterable[int]:
+    return itertools.repeat(-1) if delays is None else delays
 
 
 def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
@@ -49,17 +65,24 @@ def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable
     return out
 
 
-def token_positions(two_way: bool, length: int, firsts, grids, merge: int) -> np.ndarray:
+def token_positions(two_way: bool, length: int, firsts, grids, merge: int, delays=None) -> np.ndarray:
     """Returns what a sequence's images change about its tokens' positions: `reach_positions` for a tower whose images
     are read both ways, else `rotary_positions`."""
-    return (reach_positions if two_way else rotary_positions)(length, firsts, grids, merge)
+    if two_way:
+        return reach_positions(length, firsts, grids, merge)
+    return rotary_positions(length, firsts, grids, merge, delays)
 
 
-def rotary_shift(grids: Iterable[Iterable[int]], merge: int) -> int:
-    """Returns the position of text behind images of these grids, minus its index: 0 or below. Arguments as in
-    `rotary_positions`.
+def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[int] | None = None) -> int:
+    """Returns the position of text behind images of these grids, minus its index: 0 or below, but for long videos.
+    Arguments as in `rotary_positions`.
     """
-    return int(sum((max(height, width) * merge - height * width) // merge**2 for height, width in grids))
+    shift = step = 0
+    for (height, width), delay in zip(grids, _every(delays), strict=False):
+        shift -= height * width // merge**2 + (step if delay >= 0 else 0)
+        step = max(height // merge, width // merge, delay + 1)
+        shift += step
+    return int(shift)
 
 
 def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:

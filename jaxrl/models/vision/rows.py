@@ -140,6 +140,6 @@ def multiplied_by_patch(config: VisionConfig, entry: Entry) -> float:
     group, part, *_ = entry.path
     if group != "vision":
         return 0.0
-    if part == "patch":  # of a still image, whose frames are equal, see tower
-        return entry.multiplied / config.frames
+    if part == "patch":  # of still images frames are equal, see tower
+        return entry.multiplied / (1 if config.video else config.frames)
     return entry.multiplied / (config.merge**2 if part == "merger" or part.startswith("tap_") else 1)

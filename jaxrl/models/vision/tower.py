@@ -77,14 +77,14 @@ def _weights(model, table, params) -> Weights:
 
 
 def _patches(model, params, patches_BxPxn):
-    """The first product, [B, P, D]: of a still image all frames are equal, so their weights are added up."""
+    """The first product, [B, P, D]: of still images all frames are equal, so their weights are added up."""
     cfg, acc = model.config.vision, jnp.promote_types(model.compute_dtype, jnp.float32)
     own = _weights(model, TABLES[cfg.kind].input, {"patch": params["patch"]})
     x = patches_BxPxn.reshape(*patches_BxPxn.shape[:2], cfg.channels, -1).astype(acc) * (1 / 255)
     mean, std = (jnp.asarray(values, acc)[None, None, :, None] for values in (cfg.mean, cfg.std))
     x = ((x - mean) / std).reshape(patches_BxPxn.shape).astype(model.compute_dtype)
     kernel = gathered(own.values["patch/kernel"], own.rows["patch/kernel"].axes, acc)
-    kernel = kernel.sum(axis=1) if kernel.ndim == 5 else kernel
+    kernel = kernel.sum(axis=1) if kernel.ndim == 5 and not cfg.video else kernel
     y, bias = product(x, kernel.reshape(-1, cfg.width).astype(x.dtype), 1), own.values.get("patch/bias")
     return y if bias is None else y + like(bias.astype(x.dtype), y)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgpack
 import numpy as np
 
+from jaxrl.errors import ConfigError
 from jaxrl.types import Pictures
 
 RAW = 3  # vLLM's msgpack extension for the bytes of a tensor (CUSTOM_TYPE_RAW_VIEW)
@@ -56,7 +57,10 @@ class ItemWriter:
 
     def features(self, pictures: Pictures) -> dict:
         """Returns the JSON field `features` of a request whose prompt has these images: hashes, places and encoded
-        patches."""
+        patches. Raises ConfigError for videos."""
+        if pictures.frames > 1:
+            raise ConfigError("rollout.engine=vllm: jaxrl does not write items of videos for vLLM yet; set "
+                              "rollout.engine=jax")
         items = [self._item(pictures, i) for i in range(len(pictures.numbers))]
         lengths = pictures.counts // pictures.merge**2
         places = [{"offset": int(first), "length": int(n)} for first, n in zip(pictures.firsts, lengths, strict=True)]

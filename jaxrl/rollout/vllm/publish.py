@@ -338,11 +338,10 @@ class Publisher:
         """Two images of unlike shapes, the same at every publish, with text before, between and behind them."""
         vision, rng = self.model.config.vision, np.random.default_rng(1)
         grids = np.array(PROBE_IMAGES) * vision.merge
-        width = vision.channels * vision.patch**2
-        pixels = [rng.integers(0, 256, (count, width), np.uint8) for count in grids.prod(axis=1)]
+        pixels = [rng.integers(0, 256, (count, vision.patch_numbers), np.uint8) for count in grids.prod(axis=1)]
         firsts = [2, 4 + int(np.prod(PROBE_IMAGES[0]))]
-        return Pictures(np.zeros(2, np.int64), np.array(firsts), grids, np.arange(2), vision.merge, width,
-                        lambda numbers: [pixels[i] for i in numbers], vision.window)
+        return Pictures(np.zeros(2, np.int64), np.array(firsts), grids, np.arange(2), vision.merge,
+                        vision.patch_numbers, lambda numbers: [pixels[i] for i in numbers], vision.window)
 
     @property
     def quantized(self) -> bool:
