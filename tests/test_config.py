@@ -44,6 +44,17 @@ def test_every_option_has_a_meaning_and_help_shows_it():
         assert opt.default is None or not not_chosen(opt, opt.default)
 
 
+def test_tables_may_hold_empty_lists():
+    """Alone, twice, nested, and beside the empty tuples of other options; lists become tuples."""
+    c = usable()
+    c.model.config = {"vision_config": {"taps": [], "more": [[], [1], []]}, "sizes": [2, 3]}
+    c.user.names, c.user.pairs = [], ()
+    spec = resolve(c)
+    table = spec.model.config.to_dict()
+    assert table == {"vision_config": {"taps": (), "more": ((), (1,), ())}, "sizes": (2, 3)}
+    assert (spec.user.names, spec.user.pairs) == ((), ()) and c.model.config.vision_config.taps == []
+
+
 def test_flags_are_read_by_type():
     spec, got = parse_flags(
         [

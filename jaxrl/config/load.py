@@ -61,6 +61,30 @@ def editable(config) -> Config:
     return copied.copy_and_resolve_references()
 
 
+def frozen(config) -> config_dict.FrozenConfigDict:
+    """Returns an immutable copy of a config, with tuples in the place of lists."""
+    config = editable(config)
+    _replace_empty_lists(config)
+    return config_dict.FrozenConfigDict(config)
+
+
+def _replace_empty_lists(node) -> None:
+    """Puts empty tuples in the place of a table's empty lists: FrozenConfigDict fails for a list that becomes a tuple
+    it has met before, as there is only one empty tuple."""
+    def without(value):
+        return (type(value)(map(without, value)) if value else ()) if isinstance(value, (list, tuple)) else value
+
+    for value in node.values():
+        if isinstance(value, config_dict.ConfigDict):
+            _replace_empty_lists(value)
+    entries = {name: without(value) for name, value in node.items()}
+    if any(isinstance(value, list) and entries[name] != value for name, value in node.items()):
+        with node.unlocked():
+            for name in entries:  # else a tuple would become the list that was there
+                del node[name]
+            node.update(entries)
+
+
 def get(cfg, dotted: str):
     """Returns the value of an option by dotted name."""
     for part in dotted.split("."):

@@ -81,8 +81,9 @@ def _finite(text: str) -> float:
     return number
 
 
-def read_request(body) -> ChatRequest:
-    """Parses a request's body. Raises RequestError for unsupported fields and wrong types."""
+def read_request(body, images: bool = False) -> ChatRequest:
+    """Parses a request's body. images: whether messages may show any. Raises RequestError for unsupported fields and
+    wrong types."""
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     for name, value in body.items():
@@ -100,7 +101,7 @@ def read_request(body) -> ChatRequest:
         if (body.get(name) or 0) < 0:
             raise RequestError(f"{name}={body[name]}: expected a whole number above 0")
     usage = _get(body.get("stream_options") or {}, "include_usage", bool, "stream_options.")
-    return ChatRequest(_messages(body.get("messages")), _tools(body), stop,
+    return ChatRequest(_messages(body.get("messages"), images), _tools(body), stop,
                        body.get("max_completion_tokens") or body.get("max_tokens") or 0, bool(body.get("stream")),
                        bool(usage), body.get("model") or MODEL)
 
@@ -142,26 +143,27 @@ def _tools(body: dict) -> list[dict]:
     return [] if choice == "none" else tools
 
 
-def _messages(messages) -> list[dict]:
+def _messages(messages, images: bool) -> list[dict]:
     if not messages:
         raise RequestError("messages: expected a list of messages")
     out, names = [], {}
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(f"messages[{i}]={_short(message)}: expected an object")
-        out.append(_message(f"messages[{i}].", message, names))
+        out.append(_message(f"messages[{i}].", message, names, images))
         names |= {call["id"]: call["function"]["name"] for call in out[-1].get("tool_calls", ())}
     return out
 
 
-def _message(place: str, message: dict, names: dict[str, str]) -> dict:
+def _message(place: str, message: dict, names: dict[str, str], images: bool = False) -> dict:
     """Returns {"role", "content"}; for a tool's reply also `name` and `tool_call_id`, for the model's turn also
-    `tool_calls` with arguments as objects, if any.
+    `tool_calls` with arguments as objects, if any. The content is text, or the list of its parts if one is an image.
     """
     role = ROLES.get(_get(message, "role", str, place, needed=True))
     if role is None:
         raise RequestError(f"{place}role={_short(message['role'])}: expected {', '.join(ROLES)}")
-    out: dict[str, Any] = {"role": role, "content": _text(place, _get(message, "content", (str, list), place))}
+    out: dict[str, Any] = {"role": role, "content": _content(place, _get(message, "content", (str, list), place),
+                                                          images and role != "assistant")}
     name = _get(message, "name", str, place)
     if role == "tool":
         id = _get(message, "tool_call_id", str, place) or ""
@@ -172,12 +174,32 @@ def _message(place: str, message: dict, names: dict[str, str]) -> dict:
     return out
 
 
-def _text(place: str, content: str | list | None) -> str:
-    for k, part in enumerate(content if isinstance(content, list) else ()):
-        if not isinstance(part, dict) or type(part.get("text")) is not str:
+def _content(place: str, content: str | list | None, images: bool) -> str | list[dict]:
+    parts, known = content if isinstance(content, list) else (), []
+    for k, part in enumerate(parts):
+        if images and isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+            known.append({"type": "image", **_image(f"{place}content[{k}]", part)})
+        elif not isinstance(part, dict) or type(part.get("text")) is not str:
             kind = part.get("type") if isinstance(part, dict) else part
-            raise RequestError(f"{place}content[{k}]: a part of type {_short(kind)}; only text is supported")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+            raise RequestError(f"{place}content[{k}]: a part of type {_short(kind)}; only text is supported"
+                               + ", and images of user, system and tool messages" * images)
+        else:
+            known.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in known):
+        return known
+    return "".join(part["text"] for part in known) if isinstance(content, list) else content or ""
+
+
+def _image(place: str, part: dict) -> dict:
+    """Returns {"image": a data URI}; {} for a part of type image without one, which is the row's next image."""
+    url = part.get("image_url", part.get("image"))
+    url = url.get("url") if isinstance(url, dict) else url
+    if url is None and part["type"] == "image":
+        return {}
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise RequestError(f"{place}: an image at {_short(url)}: expected a data URI (data:image/png;base64,...); "
+                           "nothing is fetched")
+    return {"image": url}
 
 
 def _call(place: str, call) -> dict:

@@ -93,8 +93,8 @@ class ProgramRunner(EpisodeRunner):
     """Runs programs as episodes.
 
     Args:
-      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`, and `memory_gb`, the
-        limit of one program with its child processes.
+      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`, `images` (whether messages
+        may show any), and `memory_gb`, the limit of one program with its child processes.
     """
 
     name = "starting it"
@@ -113,7 +113,7 @@ class ProgramRunner(EpisodeRunner):
         self.files = [word for word in self._words if os.path.isfile(word)]
         if shutil.which(self._words[0]) is None:
             raise LoadError(f"program {self._words[0]!r} not found; install it or correct the path")
-        self._proxy = Proxy()
+        self._proxy = Proxy(setup.get("images", False))
 
     def chat(self, running, parallel: int) -> Chat:
         """Returns the ProgramChat of one episode."""

@@ -32,9 +32,11 @@ class PendingCall:
 
 
 class CallQueue:
-    """The calls of one episode's program that wait for the model, in order of arrival."""
+    """The calls of one episode's program that wait for the model, in order of arrival. images: whether they may show
+    any."""
 
-    def __init__(self):
+    def __init__(self, images: bool = False):
+        self._images = images
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self._latest: PendingCall | None = None
 
@@ -48,7 +50,7 @@ class CallQueue:
         if not (retry and latest is not None and latest.body == body):
             answer = asyncio.get_running_loop().create_future()
             answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whether or not the caller still waits
-            latest = self._latest = PendingCall(openai.read_request(body), body, train, answer)
+            latest = self._latest = PendingCall(openai.read_request(body, self._images), body, train, answer)
             self.calls.put_nowait(latest)
         return latest.asked, await asyncio.shield(latest.answer)
 
@@ -65,9 +67,10 @@ class CallQueue:
 class Proxy:
     """The HTTP server through which programs reach the model. `open` gives an episode its queue and key.
 
-    The first call of `url` starts it."""
+    The first call of `url` starts it. images: whether messages may show any."""
 
-    def __init__(self):
+    def __init__(self, images: bool = False):
+        self._images = images
         self._lines: dict[str, CallQueue] = {}
         self._server: Server | None = None
         self._serving: asyncio.Task | None = None
@@ -83,7 +86,7 @@ class Proxy:
     @contextlib.contextmanager
     def open(self):
         """Context that yields (API key, CallQueue) of an episode; the key is refused after it."""
-        key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue()
+        key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue(self._images)
         self._lines[key] = line
         try:
             yield key, line

@@ -20,7 +20,7 @@ from jaxrl.algorithms.preference import needs_reference
 from jaxrl.algorithms.presets import PRESETS
 from jaxrl.algorithms.presets import resolve as resolve_preset
 from jaxrl.config import lengths
-from jaxrl.config.load import editable, get, put
+from jaxrl.config.load import editable, frozen, get, put
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import options
 from jaxrl.models.families import FAMILIES
@@ -191,7 +191,7 @@ def resolve(config, platform: Platform | None = None, hf_config: dict | None = N
         _of_platform(c, recipe, platform, hf_config or {}, decide)
         if hf_config is not None:
             _of_model(c, platform, hf_config, decide)
-    return Spec(asked, FrozenConfigDict(c), recipe, origins, platform)
+    return Spec(asked, frozen(c), recipe, origins, platform)
 
 
 def _of_platform(c, recipe: Recipe, platform: Platform, hf_config: dict, decide) -> None:

@@ -9,6 +9,7 @@ sequence never crosses a row, a row never crosses a microbatch, a microbatch nev
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,26 @@ class Block:
 
     sequences: tuple[int, ...]
     tokens: int  # prompt once + all completions, as `make_layout` counts them
+    patches: int = 0  # of the images in them
+
+
+class Room(NamedTuple):
+    """The tokens and patches of images that a row holds at most, or has left."""
+
+    tokens: int
+    patches: int = 0
+
+    def holds(self, tokens: int, patches: int) -> bool:
+        """Returns whether so many tokens and patches fit."""
+        return tokens <= self.tokens and patches <= self.patches
+
+    def fill(self, tokens: int, patches: int) -> int:
+        """Returns a measure of the larger of two shares of the row: of its tokens, of its patches."""
+        return max(tokens * max(self.patches, 1), patches * self.tokens)
+
+    def less(self, tokens: int, patches: int) -> Room:
+        """Returns the room that so many tokens and patches leave; negative where they do not fit."""
+        return Room(self.tokens - tokens, self.patches - patches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +110,11 @@ class RowShapes:
     recurrent: bool = False  # rows have room for so many chunks only (kernels.recurrence)
     patches: tuple[int, ...] = ()  # of images, for which a row of each length has room; () = no images
 
+    @property
+    def rooms(self) -> tuple[Room, ...]:
+        """Returns the room of a row of each length."""
+        return tuple(map(Room, self.lengths, self.patches or (0,) * len(self.lengths)))
+
 
 def row_unit(ranks: int) -> int:
     """Returns the number of tokens that automatic row lengths are multiples of, if rows are cut into `ranks` parts."""
@@ -139,8 +165,9 @@ def make_layout(
     Groups are shuffled by `seed` and dealt to minibatches; a group is never split over two. Blocks are packed into rows
     by first-fit decreasing, and the emptiest rows are then moved into others while that saves rows. With shared prompts
     a second packing fills one row after another by subset sums; the packing with fewer rows is kept. With keep_groups
-    whole groups are packed by first-fit decreasing alone. Rows are cut into microbatches of static row counts, in which
-    every data shard gets about the same attention work.
+    whole groups are packed by first-fit decreasing alone. A row is full when its tokens or the patches of its images
+    are; blocks are ordered by the larger of the two shares. Rows are cut into microbatches of static row counts, in
+    which every data shard gets about the same attention work.
 
     Args:
       sizes: of the sequences.
@@ -151,16 +178,19 @@ def make_layout(
       seed: decides the minibatches; unused with one.
 
     Raises ConfigError for more minibatches than groups and, with keep_groups, for a group larger than a microbatch;
-    ValueError for a sequence longer than the longest row.
+    ValueError for a sequence longer than the longest row, or with more patches than it has room for.
     """
     prompts, completions, groups = map(np.asarray, sizes[:3])
-    patches = sizes.patches
-    sizes = Sizes(prompts, completions, groups, np.asarray(sizes.prefixes) if share_prompts else None)
+    patches = np.zeros((len(prompts), 2), int) if sizes.patches is None else sizes.patches
+    sizes = Sizes(prompts, completions, groups, np.asarray(sizes.prefixes) if share_prompts else None, patches)
     real, whole = sizes, sizes.prompts + sizes.completions
     if len(whole) and whole.max() > shapes.lengths[-1]:
         raise ValueError(f"sequence {whole.argmax()} has {whole.max()} tokens, rows have {shapes.lengths[-1]}")
+    of_images, room = patches.sum(axis=1), shapes.rooms[-1].patches
+    if of_images.max(initial=0) > room:
+        raise ValueError(f"sequence {of_images.argmax()} has images of {of_images.max()} patches, rows have room for "
+                         f"{room}")
     sizes = _with_chunks(sizes, shapes) if shapes.recurrent else sizes
-    sizes = sizes if patches is None else _with_patches(sizes, patches, shapes)
     ids, first = np.unique(sizes.groups, return_index=True)
     order = ids[np.argsort(first)]
     if num_minibatches > len(order):
@@ -170,24 +200,21 @@ def make_layout(
     members = {g: np.flatnonzero(sizes.groups == g) for g in order}
     minibatches, used, total, chunks = [], 0, 0, 0
     for part in np.array_split(order, num_minibatches):
-        groups = [_blocks(members[g], sizes, shapes.lengths[-1]) for g in part]
+        groups = [_blocks(members[g], sizes, shapes.rooms[-1]) for g in part]
         micro = tuple(_microbatches(groups, sizes, shapes, keep_groups))
         minibatches.append(Minibatch(np.concatenate([members[g] for g in part]), micro))
         used += sum(int(real.prompts[b.sequences[0]] + real.completions[list(b.sequences)].sum())
                     for m in micro for row in m.rows for b in row)
         total += sum(m.row_length * len(m.rows) for m in micro)
         chunks += sum(_chunk_tokens(m, real) for m in micro) if shapes.recurrent else 0
-    room = _patch_room(minibatches, np.zeros((len(prompts), 2), int) if patches is None else patches) if (
-        shapes.patches) else ()
-    return Layout(tuple(minibatches), used, total, chunks, *room)
+    return Layout(tuple(minibatches), used, total, chunks, *(_patch_room(minibatches) if shapes.patches else ()))
 
 
-def _patch_room(minibatches, patches_Qx2) -> tuple[int, int]:
+def _patch_room(minibatches) -> tuple[int, int]:
     """Returns (patches in rows, those for which the rows of microbatches with images have room)."""
     used = total = 0
     for micro in (m for mini in minibatches for m in mini.microbatches):
-        blocks = [list(block.sequences) for row in micro.rows for block in row]
-        own = sum(int(patches_Qx2[b[0], 0] + patches_Qx2[b, 1].sum()) for b in blocks)
+        own = sum(block.patches for row in micro.rows for block in row)
         used, total = used + own, total + micro.patches * len(micro.rows) * bool(own)
     return used, max(total, 1)  # a step without images has a share, too
 
@@ -214,56 +241,45 @@ def _with_chunks(sizes, shapes: RowShapes) -> Sizes:
 
 
 def row_patches(lengths, patches_Qx2: np.ndarray, tokens_Q: np.ndarray, unit: int) -> tuple[int, ...]:
-    """Computes the patches that rows have room for: of the data's mean share of patches a quarter more, and at least
-    those of the sequence that has most.
+    """Computes the patches that rows have room for: those of as many mean sequences as a row of a quarter more tokens
+    holds whole, and at least those of the sequence that has most. Room for a part of a sequence would stay empty.
 
     Args:
       lengths: row lengths.
-      patches_Qx2: as Sizes.patches, of the data. tokens_Q: of its sequences.
+      patches_Qx2: as Sizes.patches, of the data. tokens_Q: of its sequences, or of prompts with all their completions.
       unit: what results are multiples of.
 
     Returns a count for each length; () for data without images.
     """
-    most, share = int(patches_Qx2.sum(axis=1).max(initial=0)), 1.25 * patches_Qx2.sum() / max(tokens_Q.sum(), 1)
-    return tuple(-(-max(most, int(share * length)) // unit) * unit for length in lengths) if most else ()
+    patches_Q = patches_Qx2.sum(axis=1)
+    if not (most := int(patches_Q.max(initial=0))):
+        return ()
+    whole = [int(1.25 * length / tokens_Q.mean()) for length in lengths]
+    return tuple(-(-max(most, int(n * patches_Q.mean())) // unit) * unit for n in whole)
 
 
-def _with_patches(sizes: Sizes, patches_Qx2: np.ndarray, shapes: RowShapes) -> Sizes:
-    """Returns sizes with each prompt and completion counted as at least the share of a row that its images have of the
-    row's patches.
-
-    Rows that are full by these sizes have room for all patches. A single sequence always has and is counted as at most
-    the longest row. Raises ValueError for a sequence with more patches than a row has room for.
-    """
-    whole, longest = patches_Qx2.sum(axis=1), shapes.lengths[-1]
-    if not shapes.patches or whole.max() > min(shapes.patches):
-        room = min(shapes.patches, default=0)
-        raise ValueError(f"sequence {whole.argmax()} has images of {whole.max()} patches, rows have room for {room}")
-
-    def counted(tokens, patches):
-        by_length = [-(-patches * n // room) for n, room in zip(shapes.lengths, shapes.patches, strict=True)]
-        return np.max([tokens, *by_length], axis=0)
-
-    prompts = np.minimum(counted(sizes.prompts, patches_Qx2[:, 0]), longest - 1)
-    completions = np.minimum(counted(sizes.completions, patches_Qx2[:, 1]), longest - prompts)
-    return sizes._replace(prompts=prompts, completions=completions)
+def _block(ids, sizes) -> Block:
+    """Returns the block of these sequences, which share a prompt."""
+    ids = sorted(int(i) for i in ids)
+    prompt, before = int(sizes.prompts[ids[0]]), int(sizes.patches[ids[0], 0])
+    return Block(tuple(ids), prompt + int(sizes.completions[ids].sum()), before + int(sizes.patches[ids, 1].sum()))
 
 
-def _blocks(members, sizes, row_length) -> list[Block]:
+def _blocks(members, sizes, room: Room) -> list[Block]:
     """Cuts one group into blocks that fit a row, each of one prompt, in order of sample."""
     if sizes.prefixes is None:
-        return [Block((int(i),), int(sizes.prompts[i] + sizes.completions[i])) for i in members]
+        return [_block([i], sizes) for i in members]
     blocks = []
     for prefix in dict.fromkeys(sizes.prefixes[members].tolist()):
-        current, size = [], 0
+        current, free = [], room
         for i in members[sizes.prefixes[members] == prefix].tolist():
-            prompt, completion = int(sizes.prompts[i]), int(sizes.completions[i])
-            if current and size + completion > row_length:
-                blocks.append(Block(tuple(current), size))
+            own = int(sizes.completions[i]), int(sizes.patches[i, 1])
+            if current and not free.holds(*own):
+                blocks.append(_block(current, sizes))
                 current = []
-            size = size + completion if current else prompt + completion
+            free = (free if current else room.less(int(sizes.prompts[i]), int(sizes.patches[i, 0]))).less(*own)
             current.append(i)
-        blocks.append(Block(tuple(current), size))
+        blocks.append(_block(current, sizes))
     return blocks
 
 
@@ -273,24 +289,24 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
     With keep_groups the largest block of a group chooses the row length of the whole group.
     """
     units = groups if keep_groups else [[b] for blocks in groups for b in blocks]
-    needs, lower = [max(b.tokens for b in unit) for unit in units], 0
-    for length, counts in zip(shapes.lengths, shapes.counts, strict=True):
-        mine = [unit for unit, need in zip(units, needs, strict=True) if lower < need <= length]
-        lower = length
+    for room, counts in zip(shapes.rooms, shapes.counts, strict=True):
+        fits = [all(room.holds(b.tokens, b.patches) for b in unit) for unit in units]
+        mine = [unit for unit, fit in zip(units, fits, strict=True) if fit]
+        units = [unit for unit, fit in zip(units, fits, strict=True) if not fit]
         alone = [b for unit in mine for b in unit]
-        for rows in _whole_groups(mine, length, counts[0]) if keep_groups else [_rows(alone, length, sizes)]:
+        for rows in _whole_groups(mine, room, counts[0]) if keep_groups else [_rows(alone, room, sizes)]:
             work = {}
             if shapes.shards > 1:
                 work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows}
             if work:  # a microbatch is as slow as its slowest shard
                 rows = sorted(rows, key=lambda row, work=work: -work[row])
+            rows = sorted(rows, key=lambda row: not any(b.patches for b in row))  # one of text alone runs no tower
             while rows:
                 count = row_count(len(rows), counts, keep_groups)
                 taken, rows = rows[:count], rows[count:]
                 taken = tuple(taken) + ((),) * (count - len(taken))
                 taken = _assign_rows_to_shards(taken, shapes.shards, work) if work else taken
-                room = shapes.patches[shapes.lengths.index(length)] if shapes.patches else 0
-                yield Microbatch(length, taken, shapes.ranks, shapes.windows, room)
+                yield Microbatch(room.tokens, taken, shapes.ranks, shapes.windows, room.patches)
 
 
 def row_count(left: int, counts, keep_groups: bool = False) -> int:
@@ -305,20 +321,20 @@ def row_count(left: int, counts, keep_groups: bool = False) -> int:
     return counts[-1] if small else counts[0]
 
 
-def _rows(blocks, length, sizes):
+def _rows(blocks, room, sizes):
     """Packs blocks into rows; regroups their sequences if that needs fewer rows."""
-    rows = _fewer_rows(_fit_rows(blocks, length), length, sizes)
-    return rows if sizes.prefixes is None else min(rows, _fill_rows(blocks, length, sizes), key=len)
+    rows = _fewer_rows(_fit_rows(blocks, room), room, sizes)
+    return rows if sizes.prefixes is None else min(rows, _fill_rows(blocks, room, sizes), key=len)
 
 
-def _whole_groups(groups, length, most):
+def _whole_groups(groups, room, most):
     """Yields the rows of each microbatch: as many of the next groups as fit into `most` rows."""
     while groups:
-        rows, n = _fit_rows(groups[0], length), 1
+        rows, n = _fit_rows(groups[0], room), 1
         if len(rows) > most:
-            raise ConfigError(f"train.tokens_per_microbatch: a group needs {len(rows)} rows of {length} tokens at "
-                              f"once, a microbatch has {most}; raise it to {len(rows) * length}")
-        while n < len(groups) and len(more := _fit_rows([b for g in groups[: n + 1] for b in g], length)) <= most:
+            raise ConfigError(f"train.tokens_per_microbatch: a group needs {len(rows)} rows of {room.tokens} tokens at "
+                              f"once, a microbatch has {most}; raise it to {len(rows) * room.tokens}")
+        while n < len(groups) and len(more := _fit_rows([b for g in groups[: n + 1] for b in g], room)) <= most:
             rows, n = more, n + 1
         groups = groups[n:]
         yield rows
@@ -348,88 +364,96 @@ def _assign_rows_to_shards(rows, shards, work):
     return tuple(row for part in mine for row in part)
 
 
-def _fit_rows(blocks, length):
+def _fit_rows(blocks, room):
     """Packs blocks by first-fit decreasing (stable); returns rows as tuples of blocks."""
-    rows, free = [], np.full(len(blocks), length)
-    for block in sorted(blocks, key=lambda b: -b.tokens):
-        slot = int(np.argmax(free >= block.tokens))  # rows not begun are free
+    rows, free = [], np.tile(room, (len(blocks), 1))
+    for block in sorted(blocks, key=lambda b: -room.fill(b.tokens, b.patches)):
+        need = block.tokens, block.patches
+        slot = int(np.argmax((free >= need).all(axis=1)))  # rows not begun are free
         if slot == len(rows):
             rows.append([])
         rows[slot].append(block)
-        free[slot] -= block.tokens
+        free[slot] -= need
     return [tuple(r) for r in rows]
 
 
 CANDIDATES = 32  # prompts searched for the completions that fill a row best
 
 
-def _fill_rows(blocks, length, sizes):
+def _fill_rows(blocks, room, sizes):
     """Packs one row after another and returns the rows.
 
-    A row takes the prompt with the most remaining tokens (part of its sequences if not all fit), then other prompts
-    whose remaining sequences all fit, largest first. The remaining space takes the completions of one further prompt
-    that fill it best, if they have more tokens than the prompt copy they need.
+    A row takes the prompt with the largest remaining share of a row (part of its sequences if not all fit), then other
+    prompts whose remaining sequences all fit, largest first. The remaining space takes the completions of one further
+    prompt that fill it best, if they have more tokens than the prompt copy they need.
     """
-    completions = sizes.completions
     waiting = {}
     for block in blocks:
         waiting.setdefault(int(sizes.prefixes[block.sequences[0]]), []).extend(block.sequences)
-    prompt = {p: int(sizes.prompts[ids[0]]) for p, ids in waiting.items()}
-    size = {p: prompt[p] + int(completions[ids].sum()) for p, ids in waiting.items()}
+    whole = {p: _block(ids, sizes) for p, ids in waiting.items()}
+    fill = {p: room.fill(block.tokens, block.patches) for p, block in whole.items()}
+    prompt = {p: (int(sizes.prompts[own[0]]), int(sizes.patches[own[0], 0])) for p, own in waiting.items()}
     rows = []
 
-    def take(p, ids) -> int:
-        """Moves sequences of one prompt from `waiting` into the newest row, as a block; returns its tokens."""
-        tokens = int(completions[ids].sum())
-        rows[-1] += (Block(tuple(sorted(ids)), prompt[p] + tokens),)
-        waiting[p] = [i for i in waiting[p] if i not in set(ids)]
-        size[p] -= tokens
-        if not waiting[p]:
+    def take(p, ids, free) -> Room:
+        """Moves sequences of one prompt from `waiting` into the newest row, as a block; returns the room left."""
+        block, left = _block(ids, sizes), [i for i in waiting[p] if i not in set(ids)]
+        rows[-1] += (block,)
+        if left:
+            waiting[p], whole[p] = left, _block(left, sizes)
+            fill[p] = room.fill(whole[p].tokens, whole[p].patches)
+        else:
             del waiting[p]
-        return prompt[p] + tokens
+        return free.less(block.tokens, block.patches)
 
     while waiting:
         rows.append(())
-        free, order = length, sorted(waiting, key=lambda p: (-size[p], p))
-        if size[order[0]] > length:
+        free, order = room, sorted(waiting, key=lambda p: (-fill[p], p))
+        if not room.holds(whole[order[0]].tokens, whole[order[0]].patches):
             largest = order.pop(0)
-            free -= take(largest, _best_sum(waiting[largest], completions, free - prompt[largest]))
-        for p in [p for p in order if size[p] <= length]:
-            if size[p] <= free:
-                free -= take(p, list(waiting[p]))
+            free = take(largest, _best_sum(waiting[largest], sizes, free.less(*prompt[largest])), free)
+        for p in order:
+            if free.holds(whole[p].tokens, whole[p].patches):
+                free = take(p, waiting[p], free)
         here = {int(sizes.prefixes[b.sequences[0]]) for b in rows[-1]}
         others = [p for p in order if p in waiting and p not in here][:CANDIDATES]
-        fitting = [(p, _best_sum(waiting[p], completions, free - prompt[p])) for p in others]
-        p, ids = max(fitting, key=lambda one: int(completions[one[1]].sum()), default=(None, []))
-        if ids and int(completions[ids].sum()) > prompt[p]:
-            take(p, ids)
+        fitting = [(p, _best_sum(waiting[p], sizes, free.less(*prompt[p]))) for p in others]
+        p, ids = max(fitting, key=lambda one: int(sizes.completions[one[1]].sum()), default=(None, []))
+        if ids and int(sizes.completions[ids].sum()) > prompt[p][0]:
+            take(p, ids, free)
     return rows
 
 
-def _best_sum(ids, completions, room: int) -> list[int]:
-    """Returns the completions with the largest token sum of at most `room` (subset sums as bits of an integer)."""
-    if room <= 0:
+def _best_sum(ids, sizes, room: Room) -> list[int]:
+    """Returns the completions with the largest token sum that fits (subset sums as bits of an integer), of those whose
+    patches fit together, in order."""
+    if room.tokens <= 0 or room.patches < 0:
         return []
-    within, sums = (1 << (room + 1)) - 1, [1]
+    fitting, patches = [], 0
     for i in ids:
-        sums.append((sums[-1] | sums[-1] << int(completions[i])) & within)
+        if patches + (own := int(sizes.patches[i, 1])) <= room.patches:
+            fitting, patches = [*fitting, i], patches + own
+    within, sums = (1 << (room.tokens + 1)) - 1, [1]
+    for i in fitting:
+        sums.append((sums[-1] | sums[-1] << int(sizes.completions[i])) & within)
     left, chosen = sums[-1].bit_length() - 1, []
-    for i, before in zip(reversed(ids), reversed(sums[:-1]), strict=True):
+    for i, before in zip(reversed(fitting), reversed(sums[:-1]), strict=True):
         if not before >> left & 1:
             chosen.append(int(i))
-            left -= int(completions[i])
+            left -= int(sizes.completions[i])
     return chosen
 
 
-def _fewer_rows(rows, length, sizes):
+def _fewer_rows(rows, room, sizes):
     """Moves the sequences of the emptiest row into other rows (best fit), as long as that frees a row.
 
     A sequence joins a block of its prompt if the row has one; otherwise the row needs a copy of its prompt.
     """
     prefixes = sizes.prefixes
     while True:
-        rows = sorted(rows, key=lambda row: -sum(b.tokens for b in row))
-        free = np.array([length - sum(b.tokens for b in row) for row in rows[:-1]])
+        rows = sorted(rows, key=lambda row: -room.fill(sum(b.tokens for b in row), sum(b.patches for b in row)))
+        used = [(sum(b.tokens for b in row), sum(b.patches for b in row)) for row in rows[:-1]]
+        free = np.array(room) - np.array(used, int).reshape(-1, 2)
         filled = [list(row) for row in rows[:-1]]
         moving = [i for b in (rows[-1] if filled else ()) for i in b.sequences]
         for i in sorted(moving, key=lambda i: (-sizes.completions[i], i)):
@@ -437,16 +461,17 @@ def _fewer_rows(rows, length, sizes):
             if prefixes is not None:
                 same = [[prefixes[b.sequences[0]] == prefixes[i] for b in row] for row in filled]
                 home = [row.index(True) if any(row) else None for row in same]
-            cost = np.array([sizes.completions[i] + (0 if k is not None else sizes.prompts[i]) for k in home])
-            best = int(np.lexsort((free - cost, cost, free < cost))[0])
-            if free[best] < cost[best]:
+            own, alone = (sizes.completions[i], sizes.patches[i, 1]), (sizes.prompts[i], sizes.patches[i, 0])
+            cost = np.array([own if k is not None else np.add(own, alone) for k in home])
+            full = (free < cost).any(axis=1)
+            best = int(np.lexsort((free[:, 0] - cost[:, 0], cost[:, 0], full))[0])
+            if full[best]:
                 return rows
             free[best] -= cost[best]
             if (at := home[best]) is None:
-                filled[best].append(Block((i,), int(cost[best])))
+                filled[best].append(_block([i], sizes))
             else:
-                block = filled[best][at]
-                filled[best][at] = Block(tuple(sorted((*block.sequences, i))), block.tokens + int(cost[best]))
+                filled[best][at] = _block([*filled[best][at].sequences, i], sizes)
         if not moving:
             return rows
         rows = [tuple(row) for row in filled]

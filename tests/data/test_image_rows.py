@@ -2,6 +2,9 @@
 
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -304,3 +307,28 @@ def test_a_conversation_whose_later_turns_show_images():
     repeats[[*at, *(len(whole) + more)]] = [6, 2, 6]
     np.testing.assert_array_equal(ids[:repeats.sum()], np.repeat(np.concatenate([whole, behind]), repeats))
     images.close()
+
+
+@pytest.mark.full
+def test_ten_thousand_large_pictures_are_read_by_their_headers(tmp_path):
+    """Rows of pictures of a million pixels take no memory for these, and none is decoded before a step takes its row: 30 GB if all were."""
+    for k in range(20):
+        (tmp_path / f"{k}.png").write_bytes(png(np.full((1000, 1000, 3), k, np.uint8)))
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"image": f"{k % 20}.png", "prompt": ASK, "completion": SAY}) + "\n" for k in range(500)))
+    (tmp_path / "many.jsonl").write_text((tmp_path / "few.jsonl").read_text() * 20)
+    code = f"""
+import resource, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+import test_image_rows as cases
+from jaxrl.data.images import decode, source
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+cases.loaded(cases.config(["{tmp_path}/few.jsonl"]))
+before, made = peak(), []
+whole = source.picture_of
+source.picture_of = lambda *args: made.append(1) or whole(*args)
+dataset, images = cases.loaded(cases.config(["{tmp_path}/many.jsonl"]))
+print(len(dataset), len(made), round(peak() - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=True)
+    rows, made, more = map(int, done.stdout.split()[-3:])
+    assert rows == 10_000 and made == 0 and more < 200

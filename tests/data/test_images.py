@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 import struct
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from helpers.tiers import first_cases
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from jaxrl.data.images import decode
 from jaxrl.data.images.decode import Picture, picture_of, pixels_of, size_of
@@ -45,7 +47,15 @@ def encoded(pixels=None, kind="PNG", **options):
 # -- pixels ----------------------------------------------------------------------------------------------------------
 
 
+FILES = [("JPEG", {"quality": 90}), ("PNG", {}), ("WEBP", {"quality": 80}), ("PNG", {"mode": "L"}), ("JPEG", {"mode": "CMYK"}), ("BMP", {}),
+         ("PNG", {"mode": "RGBA"}), ("GIF", {"mode": "P"}), ("JPEG", {"turned": 6}), ("WEBP", {"lossless": True})]
+
+
 def theirs(rule: Rule):
+    if rule.side:
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+        return Gemma3ImageProcessorPil(size={"height": rule.side, "width": rule.side}, resample=rule.resample, image_mean=list(rule.mean),
+                                       image_std=list(rule.std), do_pan_and_scan=False)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     return Qwen2VLImageProcessorPil(patch_size=rule.patch, merge_size=rule.merge, temporal_patch_size=rule.frames,
                                     min_pixels=rule.least, max_pixels=rule.most, image_mean=list(rule.mean), image_std=list(rule.std))
@@ -83,6 +93,33 @@ def test_sizes_equal_transformers(family):
     for height, width in [*RNG.integers(1, 6000, (2000, 2)).tolist(), *edges]:
         if max(height, width) <= 200 * min(height, width):
             assert rule.size(height, width) == smart_resize(height, width, rule.factor, rule.least, rule.most)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", list(RULES))
+def test_ten_million_pixels_equal_transformers(family):
+    """At the published bounds, of files as cameras and web pages have them: 10,000,000 values or more per family, and none differs."""
+    rule, rng, values, kinds = RULES[family], np.random.default_rng(43), 0, itertools.cycle(FILES)
+    their_class = theirs(rule)
+    while values < 10_000_000:
+        height, width = (int(side) for side in rng.integers(20, 1300, 2))
+        kind, options = next(kinds)
+        coarse = Pillow.fromarray(rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3)).astype(np.uint8)).resize((width, height), 2)
+        pixels = np.clip(np.asarray(coarse, int) + rng.integers(-20, 21, (height, width, 3)), 0, 255).astype(np.uint8)
+        image = Pillow.fromarray(pixels).convert(options.get("mode", "RGB"))
+        exif = image.getexif()
+        exif[decode.ORIENTATION] = options.get("turned", 1)
+        content = encoded(image, kind, **{name: v for name, v in options.items() if name in ("quality", "lossless")},
+                          **({"exif": exif} if "turned" in options else {}))
+        own = picture_of(Image(encoded=content), rule, 1 << 24)
+        shown = ImageOps.exif_transpose(Pillow.open(io.BytesIO(content))).convert("RGB")
+        raw = their_class(shown, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
+        if rule.side:
+            want, got = raw[0].transpose(1, 2, 0), join(own.patches, own.grid, rule.merge)
+        else:
+            want, got = raw.reshape(len(own.patches), 3, rule.frames, -1), own.patches.reshape(len(own.patches), 3, 1, -1)
+        assert not np.count_nonzero(want != got), (kind, height, width)
+        values += own.patches.size
 
 
 def test_a_checkpoint_says_how_its_images_are_made(tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,6 +197,20 @@ def test_classes_show_images():
     with playing("Board", says=["red"]) as (engine, source):
         result, = generate(engine, requests(1, 1), 600.0)
     assert [len(t.images) for t in result.turns] == [1, 1, 1] and result.outcome.value == 1.5 and result.finish == "stop"
+
+
+def test_programs_show_images():
+    """env.program: images in calls of OpenAI's API become tokens and pictures of their turns."""
+    shown = pictures.as_text(picture_worlds.picture(random.Random(0), "array"), "")
+    with playing("", program=f"{sys.executable} {WORLDS.parent / 'programs.py'}", says=["red"]) as (engine, source):
+        asked = requests(1, 1)
+        asked[0].task.columns = {"kind": "pictures", "shown": shown}
+        result, = generate(engine, asked, 600.0)
+    (first,), (second,) = (t.images for t in result.turns)
+    assert first.number == second.number and first.grid == source.grid(first.number) and result.outcome.value == 0.5
+    pad = engine.renderer.tokenizer.convert_tokens_to_ids(QWEN.pad)
+    for turn, image in zip(result.turns, (first, second), strict=True):
+        assert np.flatnonzero(turn.added == pad).tolist() == list(range(image.first, image.first + int(np.prod(image.grid)) // 4))
 
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"angle": 7}}\n</tool_call>'

@@ -74,6 +74,25 @@ def test_streams_and_refusals(pool, tmp_path):
         assert word in reason
 
 
+def test_programs_show_images(pool, tmp_path):
+    """Parts in OpenAI's form, from env.image_tokens on; a conversation with images goes on, and nothing is fetched."""
+    shown, told = "data:image/png;base64,iVBORw0KGgo=", tmp_path / "told.json"
+    row = {"a": {"kind": "pictures", "told": str(told), "shown": shown}}
+    ends, said = play(pool(score=f"{FILE}:printed", image_tokens=9), row, lambda id, k, said: turn("seen"))
+    assert ends["a"].data["value"] == 1.0, told.read_text()
+    first, second = said["a"]
+    assert first["messages"] == [{"role": "user", "content": [{"type": "text", "text": "red"}, {"type": "image", "image": shown},
+                                                              {"type": "text", "text": "?"}]}]
+    assert second["messages"] == [{"role": "user", "content": [{"type": "image", "image": shown}]}] and not second["rewrite"]
+    refusals = json.loads(json.loads(told.read_text())["stdout"])["said"]
+    assert [status for status, _ in refusals] == [400] * 6
+    for (_, reason), word in zip(refusals, ("nothing is fetched", '"a.png"', "null", "at 3", "input_audio", "only text"), strict=True):
+        assert word in reason
+    play(pool(score=f"{FILE}:printed"), row, lambda id, k, said: turn("seen"))  # a job of text
+    [[status, reason]] = json.loads(json.loads(told.read_text())["stdout"])["said"]
+    assert status == 400 and "only text is supported" in reason
+
+
 def test_side_calls_and_repeated_ones(pool, tmp_path):
     end, sends, out, _ = ran(pool, "sides", tmp_path, lambda id, k, said: turn(f"answer {k}"))
     assert [s["train"] for s in sends] == [False, False, True, True, True] and len(sends) == 5

@@ -97,6 +97,22 @@ def sides(task):
     return [title, late["choices"][0]["message"]["content"]]
 
 
+def pictures(task):
+    """Shows the image of the row's column `shown`, goes on with another, and tries what may not be shown."""
+    def part(url):
+        return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+    messages = [user([{"type": "text", "text": "red"}, part(task["row"]["shown"]), {"type": "text", "text": "?"}])]
+    for more in (task["row"]["shown"], None):
+        first = ask(messages)
+        if first[0] != 200:
+            return [list(first)]
+        messages += [said(first), user([part(more) if more else {"type": "image"}])]
+    bad = part("http://127.0.0.1/a.png"), part("a.png"), {"type": "image_url"}, {"type": "image_url", "image_url": {"url": 3}}, {"type": "input_audio"}
+    refusals = [ask([user([one])]) for one in bad]
+    return [*refusals, ask([{"role": "assistant", "content": [part(task["row"]["shown"])]}, user("go")])]
+
+
 def once(task):
     """Asks what the row asks."""
     ask([user(task["prompt"])])
@@ -140,7 +156,7 @@ def ends(task):
 
 def main():
     task = json.load(sys.stdin)
-    kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once)}
+    kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once, pictures)}
     found = kinds.get(task["row"].get("kind"), once)(task)
     if found is not None:
         print(json.dumps({"said": found, "argv": sys.argv[1:], "folder": os.listdir("."), "seed": task["seed"]}))

@@ -1,12 +1,15 @@
 """What decides whether adapters are published apart from their base, and what of them is refused before a run starts."""
 
+import json
+
 import pytest
-from helpers import tiny_job
+from helpers import tiny_job, vision_cases
 
 from jaxrl.config.load import put
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks import common
 from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.run.setup import read_model_inputs
 
 
 def config(folder, **changes):
@@ -51,3 +54,17 @@ def test_publish_auto_is_by_what_the_engine_can_serve(tmp_path):
                     {"lora__init": "pissa", "lora__rank": 300}):
         assert chosen(gpu, **vllm, **changes) == "merged", changes
     assert chosen(gpu, lora__publish="merged", **vllm) == "merged"
+
+
+def test_adapters_of_a_model_with_a_tower_go_merged(tmp_path):
+    """vLLM leaves out adapters on a tower without a word: none is sent apart from its base, by itself or asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(vision_cases.config()))
+    c = config(tmp_path / "run", rollout__engine="vllm", lora__publish="adapter", model__path=str(tmp_path))
+    c.model.config, c.model.init = {}, "random"
+    with pytest.raises(ConfigError, match="lora.publish=adapter with a tower for images.*set lora.publish=merged"):
+        read_model_inputs(c)
+    c.lora.publish = "auto"
+    told = read_model_inputs(c).hf_config
+    assert resolve(c, Platform("gpu", "bf16"), told).lora.publish == "merged"
+    text = {**told, "model_type": "qwen3"}
+    assert resolve(c, Platform("gpu", "bf16"), text).lora.publish == "adapter"
