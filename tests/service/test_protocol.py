@@ -341,7 +341,7 @@ def test_keys_and_hosts(client, service):
     assert client.http.get("/api/v1/healthz").json() == {"status": "ok"}
     assert client.http.get("/api/v1/get_server_capabilities").status_code == 401
     assert "127.0.0.1 and localhost alone" in client.refused("create_session", {}, headers={"Host": "evil.example:8317"})
-    with type(client.http)(make_app(old, ("tml-a", "tml-b")), base_url="http://anywhere") as http:
+    with type(client.http)(make_app(old, {"tml-a": "", "tml-b": ""}), base_url="http://anywhere") as http:
         assert Client(http, "tml-b").get("get_server_capabilities").json()["supported_models"][0]["max_context_length"] == LONGEST
         for key in ("", "tml-", "tml-a,tml-b", "tml-\u00e9".encode()):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]
