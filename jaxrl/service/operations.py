@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import secrets
 import time
@@ -100,13 +101,17 @@ class Operations:
         if self.journal is not None and self.recorded is None:
             self.journal.append(header | {"time": time.time()}, body)
 
-    def _promise(self, name: str, body: bytes, begin: Callable[[Future, Record | None], None], **about) -> dict:
+    def _promise(self, name: str, body: bytes, begin: Callable[[Future, Record | None], None],
+                 identity: bytes | None = None, **about) -> dict:
         """Returns the promise of a request as the client gets it; `begin` starts the work of a new one.
 
-        begin: gets the future and, if the journal has the result already, that: the work is done for its effects alone.
-        about: of the request, for the journal.
+        Args:
+          begin: gets the future and, if the journal has the result already, that: the work is done for its effects
+            alone.
+          identity: what a request that is sent again has in common with the first one; None = the whole body.
+          about: of the request, for the journal.
         """
-        digest = hashlib.sha256(body).hexdigest()
+        digest = hashlib.sha256(body if identity is None else identity).hexdigest()
         if (known := self.promises.get(name)) is not None:
             if known.digest != digest:
                 raise Refused(422, f"{name}: another request with this number came before (SHA-256 "
@@ -182,12 +187,13 @@ class Operations:
         return found
 
     def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable | Pass],
-              changes: bool = True, **options) -> dict:
+              changes: bool = True, identity: bytes | None = None, **options) -> dict:
         """Returns the promise of a run's task.
 
         Args:
           prepare: checks the request and returns the work of Task.
           changes: whether it changes the run; else it is not done again if its result is known.
+          identity: as in _promise.
           options: of Task.
         """
         self.model(model_id).used = time.time()
@@ -211,7 +217,7 @@ class Operations:
 
         if name not in self.promises and self.recorded is None:
             self.worker.check_room(model_id.partition(":")[0], model_id, number, len(body), title)
-        promise = self._promise(name, body, begin, op=kind, run=model_id, number=number)
+        promise = self._promise(name, body, begin, identity, op=kind, run=model_id, number=number)
         return promise | {"model_id": model_id}
 
     # ---- sessions
@@ -426,7 +432,10 @@ class Operations:
 
             return work
 
-        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare, changes=False)
+        # the SDK counts its sampling sessions on when it sends the same request again
+        same = json.dumps({k: v for k, v in b.items() if k != "sampling_session_seq_id"}, sort_keys=True).encode()
+        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare, changes=False,
+                          identity=same)
 
     def _keep(self, name: str, leaves: dict) -> None:
         """Gives the sampler a version, and drops the oldest ones beyond VERSIONS that no job needs."""

@@ -73,6 +73,10 @@ def test_a_request_that_is_sent_again_is_applied_once(client):
     assert "another request with this number came before" in client.refused("optim_step", {
         "model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 1.0}})
     assert client.run(session, 1) == other and client.loss(other, 4, ROWS) == loss
+    body = {"model_id": other, "seq_id": 5, "sampling_session_seq_id": 3}  # the SDK counts on when it sends it again
+    saved = client.result(client.ok("save_weights_for_sampler", body))
+    assert client.result(client.ok("save_weights_for_sampler", body | {"sampling_session_seq_id": 4})) == saved
+    assert saved["sampling_session_id"] == f"{session}:sample:3" and client.get(f"samplers/{session}:sample:4").status_code == 404
     key = {"X-Idempotency-Key": "a"}
     body = {"tags": [], "sdk_version": "0.38.0"}
     assert client.ok("create_session", body, headers=key) == client.ok("create_session", body, headers=key)
