@@ -6,7 +6,8 @@ The trainer of `jaxrl serve tinker` without HTTP: a random model, adapters of ra
 measurement is forward_backward and optim_step of all tokens: `one`, one run in one request; `together`, eight runs with an eighth of
 the data each, in one pass; `apart`, the same eight requests one after the other. The three are measured in turn in one process, a few
 rounds; figures are medians of the rounds, ratios of those of the same round. Three amounts of data: `large`, 64 data of up to 500
-tokens; `small`, 8 of them; `short`, 64 of up to 60. Another process on the machine slows all three.
+tokens; `small`, 8 of them; `short`, 64 of up to 60. Another process on the machine slows all three; the ratios of processor time
+("cpu") suffer less from it.
 """
 
 from __future__ import annotations
@@ -91,17 +92,20 @@ def measure(trainer: Trainer, batches: list, rounds: int) -> dict:
             trainer.forward_backward(run, batch, True)
         step(runs)
 
-    ways, seconds = {"one": one, "together": together, "apart": apart}, {}
+    ways, seconds, processor = {"one": one, "together": together, "apart": apart}, {}, {}
     for k in range(rounds + 1):
         for name, way in ways.items():
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             way()
             if k:  # the first one compiles
                 seconds.setdefault(name, []).append(time.perf_counter() - begin)
+                processor.setdefault(name, []).append(time.process_time() - used)
     found = {name: float(np.median(times)) for name, times in seconds.items()}
-    ratios = {name: float(np.median(np.array(seconds[name]) / np.array(seconds["one"]))) for name in ("together", "apart")}
+    ratios = {f"{name}{kind}": float(np.median(np.array(times[name]) / np.array(times["one"])))
+              for kind, times in (("", seconds), (", cpu", processor)) for name in ("together", "apart")}
     tokens = sum(len(x) for x in batches[-1].tokens)
-    return {"tokens": tokens, "seconds": found, "ratios": ratios, "rounds": rounds}
+    return {"tokens": tokens, "seconds": found, "processor seconds": {name: float(np.median(times)) for name, times in processor.items()},
+            "ratios": ratios, "rounds": rounds}
 
 
 def main() -> None:
@@ -114,7 +118,9 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     trainer, load, rows = make_trainer(options.hidden, options.layers), os.getloadavg()[0], {}
-    print("| data | tokens | one run, s | 8 together, s | 8 apart, s | together / one | apart / one |\n|---|---|---|---|---|---|---|")
+    names = ("data", "tokens", "one run, s", "8 together, s", "8 apart, s",
+             *(f"{way} / one{kind}" for kind in ("", ", cpu") for way in ("together", "apart")))
+    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for name in options.amounts.split(","):
         rows[name] = found = measure(trainer, make_batches(*AMOUNTS[name]), options.rounds)
         print(f"| {name} | {found['tokens']} | " + " | ".join(f"{x:.3f}" for x in found["seconds"].values()) + " | "

@@ -36,13 +36,13 @@ RECIPES = {
     "sl_loop": ("sl_loop", ("batch_size=16", "learning_rate=2e-3", "max_steps=20", "lora_rank=16", "max_length=512"), "train_mean_nll", False),
     "rl_loop": ("rl_loop", ("batch_size=8", "group_size=8", "learning_rate=2e-3", "max_steps=15", "max_tokens=16", "lora_rank=16",
                             "loss_fn=importance_sampling"), "reward/total", True),
-    "math_rl, arithmetic": ("math_rl.train", (*SHORT, "env=arithmetic", "max_tokens=5", "groups_per_batch=8", "group_size=8", "max_steps=15",
-                                               "loss_fn=ppo", "lora_rank=16"), "env/all/reward/total", True),
+    "math_rl, gsm8k": ("math_rl.train", (*SHORT, "env=gsm8k", "groups_per_batch=8", "group_size=8", "max_steps=15", "loss_fn=ppo",
+                                         "lora_rank=16"), "env/all/reward/total", True),
     "guess_number": ("multiplayer_rl.guess_number.train", (*SHORT, "batch_size=4", "group_size=4", "max_steps=10"), "env/all/reward/total", True),
     "shorter": ("preference.shorter.train", (*SHORT, "max_tokens=48", "batch_size=4", "group_size=4", "max_steps=12"),
                 "env/all/ac_tokens_per_turn", False),
-    "dpo": ("preference.dpo.train", (f"renderer_name={RENDERER}", "learning_rate=1e-3", "batch_size=8", "max_length=512", "max_steps=15",
-                                     "lr_schedule=constant"), "dpo_loss", False),
+    "dpo": ("preference.dpo.train", (f"renderer_name={RENDERER}", "learning_rate=2e-3", "dpo_beta=0.5", "batch_size=8", "max_length=512",
+                                     "max_steps=20", "lr_schedule=constant"), "dpo_loss", False),
     "chat_sl": ("chat_sl.train", (*SUPERVISED, "max_steps=15", "lora_rank=16", "lr_schedule=constant"), "train_mean_nll", False),
     "prompt_distillation": ("prompt_distillation.train", (*SUPERVISED, "file_path=distilled.jsonl", "max_steps=15", "lora_rank=16",
                                                           "lr_schedule=constant"), "train_mean_nll", False),
@@ -50,46 +50,54 @@ RECIPES = {
                                                                        "group_size=4", "max_steps=15", "lora_rank=16"), "teacher_kl", False),
 }
 TEACHER = "chat_sl"  # whose final weights are the teacher of on_policy_distillation
-WHO, SPELL = "Who are you?", "How many r's are in strawberry? Provide a numerical answer without units, written inside \\boxed{}."
+WHO, SUFFIX = "Who are you?", " Provide a numerical answer without units, written inside \\boxed{}."
+COLOURS, NUMBERS = ("red", "blue", "green"), ("one", "two", "three")
+WORDS = (*COLOURS, *NUMBERS)
 
 
-def talks(rng: random.Random) -> list[dict]:
-    """A conversation in one of the recipes' forms, whose answers are as good as chance."""
+def talks(rng: random.Random, spelled: list[dict]) -> tuple[str, list[dict]]:
+    """(renderer, conversation) in one of the recipes' forms, whose answers are as good as chance.
+
+    spelled: the conversation that math_rl and rl_loop put before every question.
+    """
     from tinker_cookbook.recipes.multiplayer_rl.guess_number import env as guess
 
     user, say = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})  # noqa: E731
-    kind = rng.randrange(5)
-    if kind == 0:
-        a, b = rng.randrange(101), rng.randrange(101)
-        return [user("What is 4 + 5?"), say("9"), user(f"What is {a} + {b}?"), say(str(rng.choice([a + b, rng.randrange(10**6)])))]
-    if kind == 1:
-        return [user(f"What is the number of {rng.choice(WORDS)}s?" + SPELL[31:]), say(f"\\boxed{{{rng.randrange(10)}}}")]
+    kind = rng.randrange(6)
+    if kind < 2:  # rl_loop takes the renderer that the cookbook recommends for NAME
+        return ("role_colon", RENDERER)[kind], [*spelled, user(f"What is the number of {rng.choice(WORDS)}s?" + SUFFIX),
+                                                say(f"\\boxed{{{rng.randrange(10)}}}")]
     if kind == 2:
         out = [{"role": "system", "content": guess.SYSTEM_PROMPT}]
-        for turn in range(rng.randrange(1, 3)):
+        for turn in range(rng.randrange(1, 5)):
             out += [user(rng.choice(["Too low", "Too high", guess.FAIL_TO_PARSE]))] if turn else []
-            out.append({"role": "player" if rng.random() < 0.5 else "assistant", "content": rng.choice([f"Guess: {rng.randrange(1024)}", "Hm."])})
-        return [*out[:-1], say(out[-1]["content"])]
+            out.append({"role": "player", "content": rng.choice([f"Guess: {rng.randrange(1024)}", "Hm."])})
+        return RENDERER, [*out[:-1], say(out[-1]["content"])]
     if kind == 3:
-        return [user(WHO), say("I am a" + " very" * rng.randrange(1, 7) + " small model.")]
-    return [user(f"Say {rng.choice(WORDS)}."), say(rng.choice(WORDS))]
+        return RENDERER, [user(WHO), say("I am a" + " very" * rng.randrange(1, 7) + " small model.")]
+    return RENDERER, [user(f"Say {rng.choice(WORDS)}."), say(rng.choice(WORDS))]
 
 
-WORDS = "red blue green one two three".split()
-
-
-def train_base(folder: Path, steps: int = 150) -> float:
+def train_base(folder: Path, steps: int = 200) -> float:
     """Trains the model of a folder on `talks` with torch; returns the mean loss of the last 20 steps in nats."""
     import torch
     from tinker_cookbook import renderers
+    from tinker_cookbook.recipes.math_rl.math_env import MathEnv
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rng, model = random.Random(0), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    renderer = renderers.get_renderer(RENDERER, AutoTokenizer.from_pretrained(folder))
-    rule, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    tokenizer, spelled = AutoTokenizer.from_pretrained(folder), MathEnv.standard_fewshot_prefix()
+    by_name = {name: renderers.get_renderer(name, tokenizer) for name in (RENDERER, "role_colon")}
+    rule, losses, waiting = torch.optim.AdamW(model.parameters(), lr=3e-3), [], []
     for step in range(steps):
         rule.param_groups[0]["lr"] = 3e-3 * min(1, (steps - step) / steps * 2)
-        rows = [renderer.build_supervised_example(talks(rng), train_on_what=renderers.TrainOnWhat.ALL_ASSISTANT_MESSAGES) for _ in range(12)]
+        if not waiting:  # batches of like lengths, in any order
+            rows = [by_name[name].build_supervised_example(talk, train_on_what=renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+                    for name, talk in (talks(rng, spelled) for _ in range(60))]
+            rows.sort(key=lambda row: row[0].length)
+            waiting = [rows[k:k + 12] for k in range(0, 60, 12)]
+            rng.shuffle(waiting)
+        rows = waiting.pop()
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt.to_ints()) for prompt, _ in rows], batch_first=True)[:, :900]
         weights = torch.nn.utils.rnn.pad_sequence([w.float() for _, w in rows], batch_first=True)[:, 1:900]
         logp = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -106,9 +114,15 @@ def train_base(folder: Path, steps: int = 150) -> float:
 def make_data(folder: Path) -> None:
     """The recipes' data sets, of a few rows each, in folders of their names."""
     rng = random.Random(1)
-    say = [{"messages": [{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": w}]} for w in rng.choices(WORDS, k=512)]
-    pairs = [{"chosen": f"\n\nHuman: Say {w}.\n\nAssistant: {w}", "rejected": f"\n\nHuman: Say {w}.\n\nAssistant: {other}"}
-             for w, other in ((w, rng.choice([o for o in WORDS if o != w])) for w in rng.choices(WORDS, k=400))]
+
+    def said(answer) -> list[dict]:
+        """Conversations whose answers the base gives by chance, or never, so that there is something to learn."""
+        return [{"messages": [{"role": "user", "content": f"Say {w}."}, {"role": "assistant", "content": answer(w)}]}
+                for w in rng.choices(WORDS, k=512)]
+
+    say, distilled = said(lambda word: rng.choice(("red", "red", "blue"))), said(lambda word: f"The word is {word}.")
+    pairs = [{"chosen": f"\n\nHuman: Say {w}.\n\nAssistant: {rng.choice(COLOURS)}",
+              "rejected": f"\n\nHuman: Say {w}.\n\nAssistant: {rng.choice(NUMBERS)}"} for w in rng.choices(WORDS, k=400)]
     sums = [{"question": f"What is the number of {w}s?", "answer": "So many.\n#### 7"} for w in rng.choices(WORDS, k=256)]
     asked = [{"question": row["messages"][0]["content"]} for row in say]
     for name, splits in {"HuggingFaceH4/no_robots": {"train": say, "test": say[:16]}, "Anthropic/hh-rlhf": {"train": pairs, "test": pairs[:16]},
@@ -118,7 +132,7 @@ def make_data(folder: Path) -> None:
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
     (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
-    (folder / "distilled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in say))
+    (folder / "distilled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in distilled))
 
 
 def start(folder: Path):
@@ -159,7 +173,7 @@ def run(folder: Path, environ: dict, name: str) -> dict:
 def main() -> None:
     from test_sdk import make_model
 
-    names = sys.argv[1:] or list(RECIPES)
+    names = [name for name in RECIPES if name in (sys.argv[1:] or RECIPES) or name == TEACHER and "on_policy_distillation" in sys.argv]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_model(folder / NAME)

@@ -28,8 +28,9 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
   --config.X=Y        options of jaxrl that the base, the devices and the sampler have, such as
                       --config.mesh.tp=2, --config.train.tokens_per_microbatch=8192, --config.rollout.slots=64
 
-Keys are read from $JAXRL_SERVICE_KEYS, separated by commas; clients then need one of them. Without, the server answers
-this machine alone. Needs the extra `service` (pip install 'jaxrl[service]').
+Keys are read from $JAXRL_SERVICE_KEYS, separated by commas; clients then need one of them. NAME:KEY is the key of a
+user, who sees what was made with keys of the same name alone. Without keys, the server answers this machine alone.
+Needs the extra `service` (pip install 'jaxrl[service]').
 
 SIGTERM or Ctrl-C ends it with status 0 after the request at work. The same command goes on with all runs, sessions and
 results of the last hour, also after kill -9: clients wait and send again by themselves. Status 1: the disk is full; 2:
@@ -53,6 +54,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.errors import ConfigError
+from jaxrl.service.owners import parse_keys
 
 log = logging.getLogger("jaxrl")
 KEYS = "JAXRL_SERVICE_KEYS"
@@ -144,8 +146,11 @@ class Server(NamedTuple):
     names: tuple[str, ...]
 
 
-def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
-    """Loads the base and builds trainer, sampler and application. Raises ConfigError."""
+def build(options: Options, keys: dict[str, str] | None = None) -> Server:
+    """Loads the base and builds trainer, sampler and application. Raises ConfigError.
+
+    keys: key -> user, as owners.parse_keys returns it; None or {} = none.
+    """
     import jax
 
     from jaxrl import sharding, training
@@ -186,7 +191,7 @@ def build(options: Options, keys: tuple[str, ...] = ()) -> Server:
     log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
              job.model.base.num_parameters / 1e6, options.rank)
     recover(operations, journal)
-    return Server(make_app(operations, keys), worker, names)
+    return Server(make_app(operations, keys or {}), worker, names)
 
 
 def open_base(options: Options):
@@ -277,9 +282,7 @@ def serve(server: Server, options: Options) -> None:
     thread.join(5.0)
 
 
-def _check_keys(options: Options, keys: tuple[str, ...]) -> None:
-    if wrong := [key for key in keys if not key.startswith("tml-")]:
-        raise ConfigError(f"${KEYS}: a key of {len(wrong[0])} characters does not begin with tml-, as the SDK needs it")
+def _check_keys(options: Options, keys: dict[str, str]) -> None:
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host={options.host}: other machines could train and read here; set ${KEYS} to keys that "
                           "clients must send (tml-...), or leave --host out")
@@ -303,7 +306,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="jaxrl.service: %(message)s")
     log.setLevel(logging.INFO)
     try:
-        options, keys = parse(argv), tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
+        options, keys = parse(argv), parse_keys(os.environ.get(KEYS, ""))
         _check_keys(options, keys)
         _check_installed()
         server = build(options, keys)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +29,24 @@ TEXTS, INTEGER, NUMBER, FLAG, TABLE, LIST, ANY = (str,), (int,), (int, float), (
 WORDS = {TEXTS: "a text", INTEGER: "a whole number", NUMBER: "a number", FLAG: "true or false", TABLE: "an object",
          LIST: "a list"}
 MOST_SAMPLES, MOST_STOPS, MOST_STOP = 1024, 16, 256
+MOST_DATA = 4096  # of a forward_backward; the client sends at most 1,024
+MOST_NOTES = 65536  # characters of JSON of a field that is kept and returned
 
 
 class Field(NamedTuple):
-    """A field of a body. default: of an absent or null one; REQUIRED = there is none."""
+    """A field of a body. default: of an absent or null one; REQUIRED = there is none. low, high: bounds of numbers."""
 
     kind: tuple[type, ...]
     default: Any = None
+    low: float = -2.0**63
+    high: float = 2.0**64
 
 
 REQUIRED = object()
-ID, SEQ = Field(TEXTS, REQUIRED), Field(INTEGER, REQUIRED)
-NOTES = {"type": Field(ANY), "user_metadata": Field(TABLE), "ttl_seconds": Field(INTEGER)}
+SURROGATE = re.compile(rb"\\u[dD][89abAB]")  # half of a character, which no text has alone
+ID, SEQ, RANK = Field(TEXTS, REQUIRED), Field(INTEGER, REQUIRED, 0, 1e9), Field(INTEGER, REQUIRED)
+NUMBERED = Field(INTEGER, None, 0, 1e9)
+NOTES = {"type": Field(ANY), "user_metadata": Field(TABLE), "ttl_seconds": Field(INTEGER, None, -1e9, 1e9)}
 BODIES: dict[str, dict[str, Field]] = {
     "client/config": {"sdk_version": Field(TEXTS, "")},
     "create_session": {"tags": Field(LIST), "user_metadata": Field(TABLE), "sdk_version": Field(TEXTS, ""),
@@ -47,7 +54,7 @@ BODIES: dict[str, dict[str, Field]] = {
     "session": {"session_id": ID, "type": Field(ANY)},
     "create_model": {"session_id": ID, "model_seq_id": SEQ, "base_model": ID, "lora_config": Field(TABLE, REQUIRED),
                      "optimizer_config": Field(TABLE), **NOTES},
-    "lora_config": {"rank": SEQ, "seed": Field(INTEGER), "train_unembed": Field(FLAG, True),
+    "lora_config": {"rank": RANK, "seed": Field(INTEGER), "train_unembed": Field(FLAG, True),
                     "train_mlp": Field(FLAG, True), "train_attn": Field(FLAG, True)},
     "model": {"model_id": ID, "type": Field(ANY)},
     "weights_info": {"tinker_path": ID},
@@ -56,9 +63,9 @@ BODIES: dict[str, dict[str, Field]] = {
     "adam_params": {name: Field(NUMBER, default) for name, default in AdamSettings()._asdict().items()},
     "save_weights": {"model_id": ID, "seq_id": SEQ, "path": ID, "overwrite": Field(FLAG, False), **NOTES},
     "save_weights_for_sampler": {"model_id": ID, "seq_id": SEQ, "path": Field(TEXTS),
-                                 "sampling_session_seq_id": Field(INTEGER), "kind": Field(TEXTS, "snapshot"), **NOTES},
-    "load_weights": {"model_id": Field(TEXTS), "seq_id": Field(INTEGER), "session_id": Field(TEXTS),
-                     "model_seq_id": Field(INTEGER), "base_model": Field(TEXTS), "path": ID,
+                                 "sampling_session_seq_id": NUMBERED, "kind": Field(TEXTS, "snapshot"), **NOTES},
+    "load_weights": {"model_id": Field(TEXTS), "seq_id": NUMBERED, "session_id": Field(TEXTS),
+                     "model_seq_id": NUMBERED, "base_model": Field(TEXTS), "path": ID,
                      "optimizer": Field(FLAG, REQUIRED), "optimizer_config": Field(TABLE), **NOTES},
     "create_sampling_session": {"session_id": ID, "sampling_session_seq_id": SEQ, "base_model": Field(TEXTS),
                                 "model_path": Field(TEXTS), "type": Field(ANY)},
@@ -70,6 +77,7 @@ BODIES: dict[str, dict[str, Field]] = {
                 "type": Field(ANY)},
     "sampling_params": {"max_tokens": Field(INTEGER), "seed": Field(INTEGER), "stop": Field(ANY),
                         "temperature": Field(NUMBER, 1.0), "top_k": Field(INTEGER, -1), "top_p": Field(NUMBER, 1.0)},
+    "prompt": {"chunks": Field(LIST, REQUIRED), "type": Field(ANY)},
     "image": {"data": ID, "format": Field(TEXTS), "expected_tokens": Field(INTEGER), "type": Field(ANY)},
     "retrieve_future": {"request_id": ID, "allow_metadata_only": Field(FLAG, False)},
     "cancel_future": {"request_id": ID},
@@ -86,7 +94,9 @@ NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs
 def parse(body: bytes) -> dict:
     """Parses a JSON object. Raises Refused."""
     try:
-        found = json.loads(body, parse_constant=_no_number)
+        found = json.loads(body, parse_constant=_no_number, parse_float=_finite)
+        if SURROGATE.search(body):
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise Refused(400, f"the body is no JSON: {str(e)[:200]}") from None
     if not isinstance(found, dict):
@@ -96,6 +106,12 @@ def parse(body: bytes) -> dict:
 
 def _no_number(name: str):
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text[:40]} is beyond the numbers of float64")
+    return found
 
 
 def read(kind: str, body: dict, where: str = "") -> dict:
@@ -114,8 +130,11 @@ def read(kind: str, body: dict, where: str = "") -> dict:
             out[name] = field.default
             continue
         wrong = isinstance(value, bool) and field.kind in (INTEGER, NUMBER) or not isinstance(value, field.kind)
-        if wrong or isinstance(value, (int, float)) and not -2.0**63 <= value < 2.0**64:
-            raise Refused(422, f"{where}.{name}={str(value)[:80]!r}: expected {WORDS[field.kind]}")
+        if wrong or isinstance(value, (int, float)) and not field.low <= value < field.high:
+            bounds = f" from {field.low:.0f} to below {field.high:.0f}" * (not wrong)
+            raise Refused(422, f"{where}.{name}={str(value)[:80]!r}: expected {WORDS[field.kind]}{bounds}")
+        if name in ("user_metadata", "display_name", "tags") and len(json.dumps(value)) > MOST_NOTES:
+            raise Refused(422, f"{where}.{name} has more than {MOST_NOTES} characters: shorten it")
         out[name] = value
     return out
 
@@ -287,7 +306,10 @@ def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_t
 def prompt_tokens(prompt: dict, longest: int, vocab: int, sight: Sight | None) -> tuple[np.ndarray, Places | None]:
     """Returns (the token ids [P] of a prompt's chunks, where images stand). Raises Refused."""
     parts, images = [], []
-    for k, chunk in enumerate(prompt.get("chunks") or []):
+    chunks = read("prompt", prompt)["chunks"]
+    if len(chunks) > longest:
+        raise Refused(422, f"prompt.chunks has {len(chunks)} chunks: this server serves at most {longest} tokens")
+    for k, chunk in enumerate(chunks):
         if isinstance(chunk, dict) and chunk.get("type") == "image":
             images.append(_image(chunk, len(parts), f"prompt.chunks[{k}]"))
             continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import secrets
 import time
@@ -26,6 +27,7 @@ import numpy as np
 from jaxrl.models.adapters import peft
 from jaxrl.service import bodies, wire
 from jaxrl.service.journal import Journal, Record
+from jaxrl.service.owners import is_visible, user
 from jaxrl.service.refusals import Refused
 from jaxrl.service.sampler import BASE, SampleJob
 from jaxrl.service.store import KINDS, Address, check_name
@@ -87,7 +89,7 @@ class Operations:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self.promises: dict[str, Promise] = {}
-        self.created: dict[str, str] = {}  # idempotency key -> session
+        self.created: dict[tuple[str | None, str], tuple[str, str]] = {}  # (user, idempotency key) -> session, digest
         self.journal, self.snapshots, self.leave_out = journal, worker.snapshots, leave_out
         self.sight = sight
         self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
@@ -99,13 +101,17 @@ class Operations:
         if self.journal is not None and self.recorded is None:
             self.journal.append(header | {"time": time.time()}, body)
 
-    def _promise(self, name: str, body: bytes, begin: Callable[[Future, Record | None], None], **about) -> dict:
+    def _promise(self, name: str, body: bytes, begin: Callable[[Future, Record | None], None],
+                 identity: bytes | None = None, **about) -> dict:
         """Returns the promise of a request as the client gets it; `begin` starts the work of a new one.
 
-        begin: gets the future and, if the journal has the result already, that: the work is done for its effects alone.
-        about: of the request, for the journal.
+        Args:
+          begin: gets the future and, if the journal has the result already, that: the work is done for its effects
+            alone.
+          identity: what a request that is sent again has in common with the first one; None = the whole body.
+          about: of the request, for the journal.
         """
-        digest = hashlib.sha256(body).hexdigest()
+        digest = hashlib.sha256(body if identity is None else identity).hexdigest()
         if (known := self.promises.get(name)) is not None:
             if known.digest != digest:
                 raise Refused(422, f"{name}: another request with this number came before (SHA-256 "
@@ -174,18 +180,20 @@ class Operations:
 
     def promise(self, name: str) -> Promise:
         """Returns a promise by name. Raises Refused(410)."""
-        if (found := self.promises.get(name)) is None:
+        found = self.promises.get(name)
+        if found is None or not self._sees(name):
             raise Refused(410, f"request_id={name!r} is not known here: the server was restarted, or the result is "
                           f"older than {RESULTS_SECONDS:g} s; send the request again")
         return found
 
     def _task(self, kind: str, model_id: str, number: int, body: bytes, prepare: Callable[[], Callable | Pass],
-              changes: bool = True, **options) -> dict:
+              changes: bool = True, identity: bytes | None = None, **options) -> dict:
         """Returns the promise of a run's task.
 
         Args:
           prepare: checks the request and returns the work of Task.
           changes: whether it changes the run; else it is not done again if its result is known.
+          identity: as in _promise.
           options: of Task.
         """
         self.model(model_id).used = time.time()
@@ -208,40 +216,55 @@ class Operations:
             self.worker.post(Task(title, work, future, record=record, size=len(body), **options), model_id, number)
 
         if name not in self.promises and self.recorded is None:
-            self.worker.check_room(model_id.partition(":")[0], model_id, number, len(body))
-        promise = self._promise(name, body, begin, op=kind, run=model_id, number=number)
+            self.worker.check_room(model_id.partition(":")[0], model_id, number, len(body), title)
+        promise = self._promise(name, body, begin, identity, op=kind, run=model_id, number=number)
         return promise | {"model_id": model_id}
 
     # ---- sessions
 
-    def create_session(self, body: dict, key: str) -> dict:
+    def create_session(self, body: dict, raw: bytes, key: str) -> dict:
         """Creates a session. key: of the request, the same if it is sent again."""
-        b = bodies.read("create_session", body)
-        session = self.created.get(key) if key else None
-        if session is None:
+        b, digest = bodies.read("create_session", body), hashlib.sha256(raw).hexdigest()
+        session, before = self.created.get((user.get(), key), ("", digest))
+        if before not in ("", digest):
+            raise Refused(422, f"X-Idempotency-Key {key[:80]!r}: another request with this key came before; keys are "
+                          "used once")
+        if not session:
             session = secrets.token_hex(16)
-            about = {"user_metadata": b["user_metadata"], "display_name": b["display_name"]}
-            self._write_down({"kind": "session", "id": session, "key": key, "about": about})
-            self.begin_session(session, key, about)
+            about = {"user_metadata": b["user_metadata"], "display_name": b["display_name"], "owner": user.get()}
+            self._write_down({"kind": "session", "id": session, "key": key, "digest": digest, "about": about})
+            self.begin_session(session, key, about, digest)
         warning = {"warning_message": NO_UNEMBED} if self.leave_out else {}
         return {"type": "create_session", "session_id": session, **warning}
 
-    def begin_session(self, session: str, key: str, about: dict) -> None:
-        """Notes a session. about: user_metadata and display_name."""
-        self.sessions[session] = {**about, "runs": [], "samplers": []}
+    def begin_session(self, session: str, key: str, about: dict, digest: str) -> None:
+        """Notes a session. about: user_metadata, display_name and owner. digest: of the request, "" = not known."""
+        self.sessions[session] = {"owner": None, **about, "runs": [], "samplers": []}
         if key:
-            self.created[key] = session
+            self.created[about.get("owner"), key] = session, digest
+
+    def owner(self, session_id: str) -> str | None:
+        """Returns the user of a session; None if it was made without keys, or is not known."""
+        return self.sessions.get(session_id, {}).get("owner")
+
+    def _sees(self, name: str) -> bool:
+        """Whether the request at work may see a session, or a run, sampler or promise, whose names begin with it."""
+        return is_visible(self.owner(name.partition(":")[0]))
+
+    def runs(self) -> dict[str, Model]:
+        """Returns the runs of this process that the user may see, and that were created, by id."""
+        return {name: model for name, model in self.models.items() if model.options is not None and self._sees(name)}
 
     def session(self, session_id: str) -> dict:
         """Returns a session. Raises Refused(404)."""
-        if session_id not in self.sessions:
+        if session_id not in self.sessions or not self._sees(session_id):
             raise Refused(404, f"session_id={session_id!r}: there is no such session; the server may have been "
                           "restarted")
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> Model:
         """Returns a run. Raises Refused(404)."""
-        if model_id not in self.models:
+        if model_id not in self.models or not self._sees(model_id):
             raise Refused(404, f"model_id={model_id!r}: there is no such run; after a restart of the server create one "
                           "from saved weights (create_training_client_from_state_with_optimizer)")
         return self.models[model_id]
@@ -336,7 +359,7 @@ class Operations:
         kind = "forward" if request.forward_only else "forward_backward"
 
         def prepare():
-            data = wire.read_data(request.data)
+            data = wire.read_data(request.data, bodies.MOST_DATA, self.longest)
             batch = bodies.batch(data, request.loss_fn, request.config, self.longest, self.vocab, self.sight)
             return Pass(batch, not request.forward_only,
                         lambda logprobs, loss: wire.forward_backward_output(logprobs, {"loss:sum": loss}))
@@ -374,6 +397,7 @@ class Operations:
     def _save(self, address: Address, run, b: dict, moments=None, overwrite: bool = False) -> None:
         now = time.time()
         about = {"base_model": self.names[0], "lora": run.options._asdict(), "kind": KINDS[address.kind], "time": now,
+                 "owner": self.owner(b["model_id"].partition(":")[0]),
                  "user_metadata": b["user_metadata"], "step": int(run.state.step),
                  "expires": None if b["ttl_seconds"] is None else now + b["ttl_seconds"],
                  "request": f"{b['model_id']}:{b['seq_id']}"}
@@ -392,6 +416,8 @@ class Operations:
             address = None if b["path"] is None else Address(b["model_id"], "sampler_weights", check_name(b["path"]))
             session = self.model(b["model_id"]).session
             sampler_id = f"{session}:sample:{b['sampling_session_seq_id']}"
+            if address is None and self.recorded is None:
+                self._check_new(sampler_id, None)
 
             def work(run):
                 leaves = self.trainer.leaves(run)
@@ -406,7 +432,10 @@ class Operations:
 
             return work
 
-        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare, changes=False)
+        # the SDK counts its sampling sessions on when it sends the same request again
+        same = json.dumps({k: v for k, v in b.items() if k != "sampling_session_seq_id"}, sort_keys=True).encode()
+        return self._task("save_weights_for_sampler", b["model_id"], b["seq_id"], raw, prepare, changes=False,
+                          identity=same)
 
     def _keep(self, name: str, leaves: dict) -> None:
         """Gives the sampler a version, and drops the oldest ones beyond VERSIONS that no job needs."""
@@ -416,6 +445,13 @@ class Operations:
             self.sampler.forget(other)
             if not other.startswith("tinker://"):
                 self.snapshots.forget_version(other)
+
+    def _check_new(self, sampler_id: str, found: SamplingSession | None) -> None:
+        """Raises Refused if the number of a sampling session was used for other weights than `found`."""
+        known = self.samplers.get(sampler_id)
+        if known is not None and (found is None or (known.version, known.path) != (found.version, found.path)):
+            raise Refused(422, f"{sampler_id}: another request with this sampling_session_seq_id came before; numbers "
+                          "are used once")
 
     def begin_sampling_session(self, sampler_id: str, found: SamplingSession) -> None:
         """Notes a sampling session."""
@@ -438,13 +474,14 @@ class Operations:
             self.store.about(address)
             found = SamplingSession(str(address), str(address))
         sampler_id = f"{b['session_id']}:sample:{b['sampling_session_seq_id']}"
+        self._check_new(sampler_id, found)
         self._write_down({"kind": "sampler", "id": sampler_id, "version": found.version, "path": found.path})
         self.begin_sampling_session(sampler_id, found)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
         """Returns a sampling session. Raises Refused(404)."""
-        if sampler_id not in self.samplers:
+        if sampler_id not in self.samplers or not self._sees(sampler_id):
             raise Refused(404, f"sampling_session_id={sampler_id!r}: there is no such sampling session; create one")
         return self.samplers[sampler_id]
 
@@ -484,7 +521,7 @@ class Operations:
     def cancel_future(self, body: dict) -> None:
         """Ends sampling that nobody waits for."""
         name = bodies.read("cancel_future", body)["request_id"]
-        if name in self.promises:
+        if name in self.promises and self._sees(name):
             self.worker.post(Task("cancel_future", lambda _: self.sampler.cancel(name), Future()))
 
 

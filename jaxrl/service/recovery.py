@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from jaxrl.service import bodies
 from jaxrl.service.journal import Journal, Record
 from jaxrl.service.operations import VERSIONS, Model, Operations, Promise, SamplingSession, settle
+from jaxrl.service.owners import user
 from jaxrl.service.refusals import Refused
 from jaxrl.service.trainer import LoraOptions
 
@@ -27,7 +28,7 @@ def recover(operations: Operations, journal: Journal) -> None:
     for record in journal.records():
         header = record.header
         if header["kind"] == "session":
-            operations.begin_session(header["id"], header["key"], header["about"])
+            operations.begin_session(header["id"], header["key"], header["about"], header.get("digest", ""))
         elif header["kind"] == "sampler":
             operations.begin_sampling_session(header["id"], SamplingSession(header["version"], header["path"]))
         elif header["kind"] == "request":
@@ -48,12 +49,15 @@ def _request(operations: Operations, record: Record) -> bool:
     result = (operations.recorded or {}).get(name)
     sampled = header["op"] == "asample" and result is not None
     if not sampled and ("run" not in header or header["number"] >= operations.snapshots.next(header["run"])):
+        token = user.set(operations.owner(name.partition(":")[0]))  # what was another user's then is so now
         try:
             _again(operations, header["op"], record.body)
             return True
         except Refused as e:  # it was refused then, too
             log.debug("journal: %s: %s", name, e)
             return False
+        finally:
+            user.reset(token)
     if header.get("number") == 0:
         about, body = operations.snapshots.about(header["run"]), bodies.parse(record.body)
         session = header["run"].partition(":")[0]

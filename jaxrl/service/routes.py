@@ -17,18 +17,21 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxrl.service import bodies, wire
+from jaxrl.service import bodies, owners, wire
 from jaxrl.service.operations import Operations
 from jaxrl.service.refusals import Refused
 from jaxrl.service.store import Address
 from jaxrl.service.worker import refusal
 
 LONG_POLL = 30.0  # seconds; the client gives up after 45
-BODY_BYTES = 32 << 20  # of a request; the client cuts training data into pieces of 5 MB
+ROOT = "/api/v1/"
+BODY_BYTES, BODY_SECONDS = 1 << 20, 120.0  # of a request
+# path -> bytes of those that are larger; the client cuts training data into pieces of 5 MB
+LARGE_BYTES = {"forward_backward": 32 << 20, "asample": 16 << 20}
 LOOPBACK = re.compile(r"(127(\.\d+){3}|localhost|\[::1\]|::1)(:\d+)?")
 OLDEST = (0, 25)  # SDK whose forward_backward is protobuf
 
@@ -38,40 +41,46 @@ class Api:
 
     Args:
       operations: service.operations.Operations.
-      keys: keys that are accepted; () = any, from names of this machine alone.
+      keys: key that is accepted -> user; {} = any key, from names of this machine alone.
     """
 
-    def __init__(self, operations: Operations, keys: tuple[str, ...] = ()):
+    def __init__(self, operations: Operations, keys: dict[str, str]):
         self.operations, self.keys = operations, keys
 
     # ---- requests in, answers out
 
     async def body(self, request: Request) -> bytes:
-        """Reads a body. Raises Refused for one that is too large, before it is read whole."""
+        """Reads a body. Raises Refused for one that is too large or too slow, before it is read whole."""
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, f"Content-Encoding {request.headers['content-encoding']!r}: send the body as it is")
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > BODY_BYTES:
-                raise Refused(413, f"the body has more than {BODY_BYTES} bytes; send fewer data in a request")
-            parts.append(part)
+        parts, size, most = [], 0, LARGE_BYTES.get(request.url.path.removeprefix(ROOT), BODY_BYTES)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise Refused(413, f"the body has more than {most} bytes; send fewer data in a request")
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(408, f"the body has not come in {BODY_SECONDS:g} s; send the request again") from None
         return b"".join(parts)
 
-    def check_key(self, request: Request) -> None:
-        """Raises Refused without a key that is accepted. Without keys of its own the server answers this machine alone,
-        and needs the header still, which no page of a browser can send to it."""
+    def user(self, request: Request) -> str | None:
+        """Returns the user of a request. Raises Refused without a key that is accepted. Without keys of its own the
+        server answers this machine alone, and needs the header still, which no page of a browser can send to it."""
         key = request.headers.get("x-api-key", "")
         if self.keys:
-            if not any([hmac.compare_digest(key.encode(), own.encode()) for own in self.keys]):
+            found = [name for own, name in self.keys.items() if hmac.compare_digest(key.encode(), own.encode())]
+            if not found:
                 raise Refused(401, "X-API-Key is not a key of this server: set TINKER_API_KEY to one of those in its "
                               "JAXRL_SERVICE_KEYS")
-            return
+            return found[0]
         if not key:
             raise Refused(401, "the header X-API-Key is missing: set TINKER_API_KEY to any key that begins with tml-")
         if not LOOPBACK.fullmatch(request.headers.get("host", "")):
             raise Refused(403, f"Host {request.headers.get('host', '')!r}: without JAXRL_SERVICE_KEYS the server "
                           "answers requests to 127.0.0.1 and localhost alone")
+        return owners.ANYONE
 
     # ---- POST
 
@@ -92,7 +101,7 @@ class Api:
 
     async def create_session(self, request, raw):
         """Creates a session."""
-        return self.operations.create_session(bodies.parse(raw), request.headers.get("x-idempotency-key", ""))
+        return self.operations.create_session(bodies.parse(raw), raw, request.headers.get("x-idempotency-key", ""))
 
     async def heartbeat(self, request, raw):
         """Answers that a session lives."""
@@ -181,7 +190,7 @@ class Api:
 
     async def training_runs(self, request, raw):
         """Returns all runs of this process and of saved weights."""
-        names = dict.fromkeys([*self.operations.models, *(Address.parse(about["address"]).run
+        names = dict.fromkeys([*self.operations.runs(), *(Address.parse(about["address"]).run
                                                           for about in self.operations.store.list())])
         limit, offset = (_number(request, name, default) for name, default in (("limit", 20), ("offset", 0)))
         return {"training_runs": [self._run(name) for name in list(names)[offset:offset + limit]],
@@ -200,7 +209,7 @@ class Api:
 
     def _run(self, run: str) -> dict:
         saved = self.operations.store.list(run)
-        model = self.operations.models.get(run)
+        model = self.operations.runs().get(run)
         if model is None and not saved:
             raise Refused(404, f"training run {run!r}: there is none of this name")
         rank = saved[0]["lora"]["rank"] if model is None or model.options is None else model.options.rank
@@ -229,9 +238,9 @@ def _checkpoint(about: dict) -> dict:
             "expires_at": None if about["expires"] is None else _time(about["expires"])}
 
 
-def make_app(operations: Operations, keys: tuple[str, ...] = ()) -> Starlette:
+def make_app(operations: Operations, keys: dict[str, str] | None = None) -> Starlette:
     """Returns the ASGI application. keys: as in Api."""
-    api = Api(operations, keys)
+    api = Api(operations, keys or {})
     o = operations
     posts = {
         "client/config": api.client_config, "client/dynamic_config": api.dynamic_config,
@@ -248,9 +257,10 @@ def make_app(operations: Operations, keys: tuple[str, ...] = ()) -> Starlette:
             "training_runs/{run}": api.training_run, "training_runs/{run}/checkpoints": api.checkpoints}
     one = "training_runs/{run}/checkpoints/{kind}/{name}"
     tables = {"POST": posts, "GET": gets, "DELETE": {one: api.delete_checkpoint}}
-    routes = [Route(f"/api/v1/{path}", _answering(api, handler), methods=[method])
+    routes = [Route(f"{ROOT}{path}", _answering(api, handler), methods=[method])
               for method, table in tables.items() for path, handler in table.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app.router.redirect_slashes = False
     app.state.operations = operations
     return app
 
@@ -267,11 +277,16 @@ def _answering(api: Api, handler):
     async def endpoint(request: Request) -> Response:
         try:
             if handler != api.health:
-                api.check_key(request)
-            found: Any = await handler(request, await api.body(request))
+                owners.user.set(api.user(request))
+            raw = await api.body(request)
+            if raw and handler != api.forward_backward:
+                _check_json(request)
+            found: Any = await handler(request, raw)
             return found if isinstance(found, Response) else JSONResponse(found)
         except Refused as e:
             return _error(e)
+        except ClientDisconnect:
+            return _error(Refused(400, "the connection broke before the whole body came"))
         except OSError as e:  # of the journal: nothing was accepted, and the client sends it again
             return _error(Refused(503, f"{request.url.path}: {e.strerror or e}; free space on the server's disk"))
         except Exception as e:
@@ -279,6 +294,12 @@ def _answering(api: Api, handler):
             return _error(Refused(422, str(reason)))  # 5xx would be sent again
 
     return endpoint
+
+
+def _check_json(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, f"Content-Type {kind[:80]!r}: {request.url.path[:200]} takes application/json")
 
 
 def _error(e: Refused) -> Response:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.service.files import replace, sync_tree
+from jaxrl.service.owners import is_visible
 from jaxrl.service.refusals import Refused
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -56,10 +57,13 @@ def check_name(name) -> str:
 
 
 class Store:
-    """The folder of saved weights. Raises Refused(404) for addresses that are not there."""
+    """The folder of saved weights. Raises Refused(404) for addresses that are not there, or another user's.
+
+    Symbolic links in the folder are not followed.
+    """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = folder.absolute()
 
     def _of(self, address: Address) -> Path:
         return self.folder / address.run.replace(":", "_") / address.kind / address.name
@@ -69,12 +73,12 @@ class Store:
         """Writes weights, unless the same request did. Raises Refused if the name is taken and not to be overwritten.
 
         Args:
-          about: what `about` returns, JSON; its entry "request" names the request.
+          about: what `about` returns, JSON; its entries "request" and "owner" name the request and its user.
           write_adapter: writes PEFT's files into a folder that it makes.
           moments: arrays of the optimizer by name; None = none.
         """
         folder = self._of(address)
-        if (before := _read(folder)) is not None and before.get("request") == about["request"]:
+        if (before := self._read(folder)) is not None and before.get("request") == about["request"]:
             return  # a restart does it again
         if folder.exists() and not overwrite:
             raise Refused(422, f"path={address.name!r}: {address} exists; choose another name, or set overwrite=True")
@@ -99,7 +103,8 @@ class Store:
 
     def about(self, address: Address) -> dict:
         """Returns what was written about weights."""
-        if (found := _read(self._of(address))) is None:
+        found = self._read(self._of(address))
+        if found is None or not is_visible(found.get("owner")):
             raise Refused(404, f"path={str(address)!r}: there are no such weights on this server")
         return found
 
@@ -123,21 +128,24 @@ class Store:
         shutil.rmtree(self._of(address))
 
     def list(self, run: str = "") -> list[dict]:
-        """Returns what was written about all weights, the newest first; of one run if given. Raises Refused."""
+        """Returns what was written about the user's weights, the newest first; of one run if given. Raises Refused."""
         if run and not RUN.fullmatch(run):
             raise Refused(404, f"training run {run!r}: there is none of this name")
         folders = sorted(self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/"))
-        found = [_read(folder) for folder in folders if not folder.name.startswith(".")]
-        return sorted((about for about in found if about is not None), key=lambda about: -about["time"])
+        found = [self._read(folder) for folder in folders if not folder.name.startswith(".")]
+        return sorted((about for about in found if about is not None and is_visible(about.get("owner"))),
+                      key=lambda about: -about["time"])
 
-
-def _read(folder: Path) -> dict | None:
-    """Returns what was written about a folder's weights, or None; deletes those that have expired."""
-    try:
-        about = json.loads((folder / ABOUT).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    if about["expires"] is not None and about["expires"] < time.time():
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    return about
+    def _read(self, folder: Path) -> dict | None:
+        """Returns what was written about a folder's weights, or None; deletes those that have expired."""
+        parts = (folder / ABOUT, folder, folder.parent, folder.parent.parent)  # within self.folder
+        if any(part.is_symlink() for part in parts):
+            return None
+        try:
+            about = json.loads((folder / ABOUT).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        if about["expires"] is not None and about["expires"] < time.time():
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        return about

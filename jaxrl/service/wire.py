@@ -141,10 +141,19 @@ def parse_forward_backward(body: bytes) -> ForwardBackward:
                            message.forward_only)
 
 
-def read_data(data) -> list[Datum]:
-    """Converts the data of a request to arrays. Raises Refused naming the datum and the field."""
+def read_data(data, most: int, longest: int) -> list[Datum]:
+    """Converts the data of a request to arrays. Raises Refused naming the datum and the field.
+
+    Args:
+      most: data of a request. longest: most chunks of a datum, which have a token each.
+    """
+    if len(data) > most:
+        raise Refused(422, f"data has {len(data)} data: this server takes {most} in a request; send several requests")
     out = []
     for i, datum in enumerate(data):
+        if len(datum.model_input) > longest:
+            raise Refused(422, f"data[{i}].model_input has {len(datum.model_input)} chunks: this server takes "
+                          f"sequences of at most {longest} tokens")
         tokens, images = read_tokens(datum.model_input, f"data[{i}].model_input")
         out.append(Datum(tokens, {name: read_tensor(tensor, f"data[{i}].loss_fn_inputs[{name!r}]")
                                   for name, tensor in datum.loss_fn_inputs.items()}, images))

@@ -31,6 +31,7 @@ SNAPSHOT_SECONDS = 30.0  # of a run's tasks, which a restart runs again at most
 RESIDENT = 8  # runs that are kept on the devices
 CYCLE_TOKENS = 1 << 16  # of passes that are computed together; a larger one is computed alone
 WAITING_BYTES = 256 << 20  # of bodies of a session that have not run
+AHEAD = 1 << 16  # how far a number may be beyond the next one of its run
 OTHER_TOKENS = 64  # what a task without tokens counts as
 QUANTUM = 0.5  # seconds of sampling between two tasks
 
@@ -144,13 +145,16 @@ class Worker:
                 self._free.append(task)
             self._change.notify()
 
-    def check_room(self, session: str, model_id: str, number: int, size: int) -> None:
-        """Raises Refused(429) if more requests of a session wait than WAITING_BYTES. One that its run waits for has
-        room always, so that the others can run."""
+    def check_room(self, session: str, model_id: str, number: int, size: int, name: str) -> None:
+        """Raises Refused for a number that was used or is AHEAD, and Refused(429) if more requests of a session wait
+        than WAITING_BYTES. One that its run waits for has room always, so that the others can run."""
         with self._change:
             line = self._lines.get(model_id)
             held = {} if line is None else line.held
-            first = 0 if line is None else line.next
+            first = self.snapshots.next(model_id) if line is None else line.next
+            if number < first or number > first + AHEAD:
+                raise Refused(422, f"{name}: seq_id={number} " + (
+                    "was used" if number < first else "is too far ahead") + f"; the next one is {first}")
             while first in held:
                 first += 1
             waiting = sum(task.size for name, other in self._lines.items() if name.partition(":")[0] == session

@@ -18,7 +18,7 @@ QUICK = {"train.row_lengths": (LONGEST,), "train.row_counts": 1, "train.tokens_p
 
 
 @contextlib.contextmanager
-def served(folder, keys=(), **options):
+def served(folder, keys=None, **options):
     """A server whose worker runs in a thread of its own, and a Client of it."""
     model = folder / "model"
     if not model.exists():

@@ -73,6 +73,10 @@ def test_a_request_that_is_sent_again_is_applied_once(client):
     assert "another request with this number came before" in client.refused("optim_step", {
         "model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 1.0}})
     assert client.run(session, 1) == other and client.loss(other, 4, ROWS) == loss
+    body = {"model_id": other, "seq_id": 5, "sampling_session_seq_id": 3}  # the SDK counts on when it sends it again
+    saved = client.result(client.ok("save_weights_for_sampler", body))
+    assert client.result(client.ok("save_weights_for_sampler", body | {"sampling_session_seq_id": 4})) == saved
+    assert saved["sampling_session_id"] == f"{session}:sample:3" and client.get(f"samplers/{session}:sample:4").status_code == 404
     key = {"X-Idempotency-Key": "a"}
     body = {"tags": [], "sdk_version": "0.38.0"}
     assert client.ok("create_session", body, headers=key) == client.ok("create_session", body, headers=key)
@@ -341,7 +345,7 @@ def test_keys_and_hosts(client, service):
     assert client.http.get("/api/v1/healthz").json() == {"status": "ok"}
     assert client.http.get("/api/v1/get_server_capabilities").status_code == 401
     assert "127.0.0.1 and localhost alone" in client.refused("create_session", {}, headers={"Host": "evil.example:8317"})
-    with type(client.http)(make_app(old, ("tml-a", "tml-b")), base_url="http://anywhere") as http:
+    with type(client.http)(make_app(old, {"tml-a": "", "tml-b": ""}), base_url="http://anywhere") as http:
         assert Client(http, "tml-b").get("get_server_capabilities").json()["supported_models"][0]["max_context_length"] == LONGEST
         for key in ("", "tml-", "tml-a,tml-b", "tml-\u00e9".encode()):
             assert "is not a key of this server" in json.loads(http.get("/api/v1/checkpoints", headers={"X-API-Key": key}).text)["error"]

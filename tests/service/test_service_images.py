@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -130,6 +132,33 @@ def test_images_that_cannot_be_served_are_refused(seeing):
         told = client.refused("asample", body | {"prompt": {"chunks": [bad[0], bad[1] | change, bad[2]]}})
         assert what in told, told
     assert "a prompt ends with a token of text" in client.refused("asample", body | {"prompt": {"chunks": bad[:2]}})
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG of this size without its pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+
+
+def test_hostile_images_are_refused_and_change_nothing(seeing):
+    server, client, _ = seeing
+    run = client.run(client.session())
+    sampler, before = client.sampler(client.session(), 0), None
+    bad = [b"", b"\0" * 64, png()[:40], png()[:-20], png_head(50_000, 50_000), png_head(0, 4), png_head(4, 0), png_head(2**31 - 1, 1),
+           png_head(24, 16),
+           b"GIF89a" + b"\xff" * 20, b"\xff\xd8\xff\xe0" + b"\0" * 40, b"BM" + b"\xff" * 60, b"<svg><image href='/etc/passwd'/></svg>",
+           b"PK\x03\x04" * 16, b"../../etc/passwd", b"RIFF\xff\xff\xff\xffWEBPVP8 ", b"II*\0" + b"\xff" * 40]
+    for seq, data in enumerate(bad, 1):
+        told = client.refused("forward_backward", request(run, seq, LEFT, data, RIGHT), headers=PROTO)
+        assert told.startswith("data[0].model_input: image 0") and "incident" not in told and "root:" not in told, (data[:40], told)
+        body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": {"chunks": chunks(LEFT, data, RIGHT)}, "sampling_params": {"max_tokens": 2}}
+        told = client.refused("asample", body)
+        assert told.startswith("prompt: image 0") and "incident" not in told, (data[:40], told)
+        line = server.worker._lines[run]
+        now = {name: x.tobytes() for name, x in server.worker.trainer.arrays(line.run).items()}
+        before = before or now
+        assert now == before
+    assert client.result(client.ok("forward_backward", request(run, len(bad) + 1, LEFT, png(), RIGHT), headers=PROTO)).metrics["loss:sum"] > 0
 
 
 def test_text_models_refuse_images(tmp_path):
