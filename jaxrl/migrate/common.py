@@ -3,6 +3,7 @@ the keys of the source that it comes from."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import PurePosixPath
@@ -226,10 +227,40 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
         m.set("data.max_images", int(value), key)
     elif name.startswith("limit_mm_per_prompt."):
         m.mark(key, "inert", "videos and sound are not read")
-    elif "." in name:
-        m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
+    elif name.startswith("speculative_config"):
+        m.lacks(key, "speculative decoding")
+    elif "." in name:  # a table within vLLM's options, which it takes as JSON
+        table, *inner, leaf = name.split(".")
+        option = f"rollout.vllm.engine_kwargs.{table}"
+        before, keys = m.options.pop(option, ({}, ()))
+        place = whole = copy.deepcopy(before)
+        for part in inner:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+        m.set(option, whole, key, *keys)
     else:
         m.set(f"rollout.vllm.engine_kwargs.{name}", value, key)
+
+
+def template_kwargs(m: Migration, pattern: str) -> None:
+    """Sets variables of the chat template, by the pattern of their keys."""
+    for s in m.all(pattern):
+        if s.value is not None:
+            m.set(f"data.chat_template_kwargs.{s.key.rpartition('.')[2]}", s.value, s.key)
+
+
+def sampled_experts(m: Migration, *keys: str) -> None:
+    """Replays the sampler's choice of experts in the update and in the pass that scores old log-probs."""
+    m.set("algorithm.routes", "sampled", *keys)
+    if m.options.get("rollout.vllm.prefix_caching", (True,))[0] is False:
+        m.options.pop("rollout.vllm.prefix_caching")
+        m.differs("vLLM keeps its prefix cache on: it holds the experts of tokens (algorithm.routes=sampled)")
+
+
+def offloaded(m: Migration, key: str) -> None:
+    """Keeps what the backward pass needs in host memory, where a key says so; the numbers stay the same."""
+    if m.flag(key):
+        m.set("model.remat", "offload", key, *m.options.pop("model.remat", ("", ()))[1])
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
@@ -242,11 +273,11 @@ def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_le
 
 
 def loggers(m: Migration, key: str, names: list, project: str, run: str, project_key: str, run_key: str) -> None:
-    """Sets where metrics go: console and wandb. An unknown sink is reported."""
+    """Sets where metrics go: console and wandb. An unknown sink is reported; `file` (JSON lines) is always there."""
     names = [str(n).lower() for n in names]
     m.set("log.wandb", "wandb" in names, key)
     m.set("log.tensorboard", True, key)
-    other = [n for n in names if n not in ("wandb", "console", "tensorboard", "print", "none", "")]
+    other = [n for n in names if n not in ("wandb", "console", "tensorboard", "file", "print", "none", "")]
     if other:
         m.lacks(
             key,

@@ -353,7 +353,7 @@ TABLE = Table(
         K("rollout_mock.enable", "unsupported", fine=(False,), why="run.mode=parity and run.recipe=replay compare with recorded rollouts"),
         K("rollout_mock.*", "inert", why="read with rollout_mock.enable alone"),
         K("use_opd", "unsupported", fine=(False,), refuse=True, why="a teacher's KL in the advantage: run.recipe=distill", also=("is_pure_opd",)),
-        K(TRAIN + "router_replay.mode", "unsupported", fine=("disable",), why="set algorithm.routes by hand"),
+        Joint("replayed experts", (K(TRAIN + "router_replay.mode", "equivalent", default="disable", other="R3", beside=MEGA),), places_.routes),
         K(TRAIN + "mtp_training_mode", "unsupported", fine=("disabled",), why="multi-token prediction is not trained"),
         *(K(n, "inert", why=NEVER[0]) for n in NEVER[1]),
         *(K(n, "unsupported", refuse=True, why=why, also=also) for n, why, also in OTHER),

@@ -588,3 +588,10 @@ def engine_options(m: Migration):
             common.context(m, int(s.value), "rollout.vllm.max_model_len", prefix + "**")
         else:
             common.engine_kwarg(m, s.key, name, s.value)
+
+
+def routes(m: Migration):
+    """Sets the sampler's experts in the update: both keys turn it on, with Megatron alone."""
+    keys = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"
+    if m.text("trainer.strategy") == "megatron" and all(map(m.flag, keys)):
+        common.sampled_experts(m, *keys)

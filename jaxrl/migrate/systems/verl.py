@@ -16,6 +16,7 @@ from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems import verl_turns as turns
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
+from jaxrl.migrate.systems.verl_optimizer import offloaded_state as offloaded
 from jaxrl.migrate.systems.verl_optimizer import optimizer
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
@@ -58,6 +59,24 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
         K(o + "min_lr_factor", "equivalent", default=0.0, other=0.1, beside={**beside, **TITAN}))
 
 
+def overridden(model: str) -> tuple[Key, ...]:
+    """Returns the rows of entries that replace those of the model's config.json."""
+    config, positions, attention = model + "override_config.", "max_position_embeddings", "attn_implementation"
+    return (
+        K(config + positions, to=f"model.config.{positions}", other=32768, also=(config + "model_config." + positions,)),
+        K(config + attention, "automatic", why="attention is the platform's (model.attention)", also=(config + "model_config." + attention,)),
+        K(config + "**", "ask", why="write it into model.config"))
+
+
+def offloaded_state(o: str) -> Joint:
+    """Returns the rule of Megatron's optimizer on the host: where its state lies and its numbers are made."""
+    override = o + "override_optimizer_config."
+    return Joint("offloaded optimizer state", (
+        K(override + "optimizer_cpu_offload", "equivalent", default=False, other=True),
+        K(override + "optimizer_offload_fraction", "equivalent", default=0.0)),
+        lambda m: offloaded(m, override))
+
+
 def optimizer_rest(o: str) -> tuple[Key, ...]:
     """Rows of options of an optimizer that stand alone."""
     return (
@@ -65,6 +84,10 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
         K(o + "use_precision_aware_optimizer", "unsupported", fine=(False,), why="AdamW's moments are in fp32"),
         K(o + "main_grads_dtype", "inert", why="read with use_precision_aware_optimizer alone",
           also=(o + "exp_avg_dtype", o + "exp_avg_sq_dtype")),
+        K(o + "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d", "automatic", why="XLA overlaps copies",
+          also=(o + "override_optimizer_config.overlap_param_gather", o + "override_optimizer_config.overlap_grad_reduce")),
+        K(o + "override_optimizer_config.use_precision_aware_optimizer", "inert",
+          why="without dtypes of its own (main_grads_dtype, exp_avg_dtype ...) all stay in fp32"),
         K(o + "lr_wsd_*", "inert", why="read with a decay of WSD alone"),
         K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
@@ -178,7 +201,7 @@ TABLE = Table(
         K(ACTOR + "optim.optimizer_impl", "unsupported", fine=("torch.optim",), also=(CRITIC + "optim.optimizer_impl",),
           why="AdamW's moments are in fp32, whatever package it is of"),
         K(CRITIC + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
-        *optimizer_rest(ACTOR + "optim."), *optimizer_rest(CRITIC + "optim."),
+        offloaded_state(ACTOR + "optim."), *optimizer_rest(ACTOR + "optim."), *optimizer_rest(CRITIC + "optim."),
         K(CRITIC + "optim.**", "unsupported", fine=(None, {}, False, "constant", 0.5), why="an option of its optimizers"),
         K(ACTOR + "optim.**", "unsupported", fine=(None, {}, False, "constant"), why="an option of its optimizers"),
         Joint("layout", (
@@ -208,9 +231,10 @@ TABLE = Table(
             K(ACTOR + "ulysses_sequence_parallel_size", "equivalent", default=1,
               also=(ACTOR + "fsdp_config.ulysses_sequence_parallel_size",)),
             K(ROLLOUT + "name", "equivalent", default="vllm"),
-            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4)), engine.layout),
-        *(K(ROLLOUT + n, "unsupported", fine=(1,), why="servers split a model by tensor_parallel") for n in (
-            "pipeline_model_parallel_size", "expert_parallel_size", "data_parallel_size")),
+            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4),
+            K(ROLLOUT + "data_parallel_size", "equivalent", default=1, other=2),
+            K(ROLLOUT + "pipeline_model_parallel_size", "equivalent", default=1, other=2),
+            K(ROLLOUT + "expert_parallel_size", "equivalent", default=1, other=2)), engine.layout),
         Joint("memory", (
             K(MICRO, "equivalent", other=4),
             K(ACTOR + "use_dynamic_bsz", "equivalent", default=False, other=True),
@@ -267,7 +291,7 @@ TABLE = Table(
         K(MODEL + "enable_gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none", default=True,
           other=False),
         Joint("template", (K(MODEL + "custom_chat_template", "equivalent", other="{{ messages }}"),), meaning.template),
-        K(MODEL + "override_config.**", "ask", why="write it into model.config"),
+        *overridden(MODEL),
         Joint("adapters", (
             K(MODEL + "lora_rank", "equivalent", default=0, other=16),
             K(MODEL + "lora_alpha", "equivalent", default=16, other=32, beside=LORA),
@@ -322,9 +346,10 @@ TABLE = Table(
         K(ROLLOUT + "full_determinism", "unsupported", fine=(False,), why="vLLM's batch invariance is a variable in rollout.vllm.env"),
         K(ROLLOUT + "over_sample_rate", "unsupported", fine=(0, 0.0), why="no completion is sampled to be left out"),
         K(ROLLOUT + "nnodes", "inert", why="read by the trainer that samples apart", also=(ROLLOUT + "n_gpus_per_node",)),
-        K(ROLLOUT + "moe_tensor_parallel_size", "unsupported", fine=(1,), why="servers split a model by tensor_parallel"),
+        K(ROLLOUT + "moe_tensor_parallel_size", "automatic", why="read by TensorRT-LLM alone: how a server's GPUs share experts"),
         K(ROLLOUT + "enable_rollout_routing_replay", "inert", why="read with the actor's router_replay alone"),
-        K(DATA + "apply_chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
+        Joint("variables of the template", (K(DATA + "apply_chat_template_kwargs.*", "equivalent"),),
+              lambda m: common.template_kwargs(m, DATA + "apply_chat_template_kwargs.*")),
         K(DATA + "custom_cls.path", "unsupported", refuse=True, why="a data set class of its own: write the rows as JSONL or Parquet"),
         K(DATA + "sampler.*", "unsupported", why="a sampler of its own: data.difficulty and data.sources order rows"),
         K(DATA + "datagen.*", "unsupported", refuse=True, why="rows that are made while training"),
@@ -341,8 +366,8 @@ TABLE = Table(
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
         K(ALGO + "gdpo_reward_keys", "inert", why="read by the estimator gdpo alone", also=(ALGO + "gdpo_reward_weights",)),
-        K(ACTOR + "router_replay.mode", "unsupported", fine=("disabled",), why="set algorithm.routes by hand",
-          also=(MEGATRON + "router_replay.mode", ACTOR + "veomni.router_replay.mode")),
+        Joint("replayed experts", (K(ACTOR + "router_replay.mode", "equivalent", default="disabled", other="R3", also=(
+            MEGATRON + "router_replay.mode", ACTOR + "veomni.router_replay.mode")),), engine.routes),
         K(ACTOR + "router_replay.*", "inert", why="read with router_replay.mode alone",
           also=(MEGATRON + "router_replay.*", ACTOR + "veomni.router_replay.*")),
         *(K(place + "qat.enable", "unsupported", fine=(False,), refuse=True, why="training for a quantised model") for place in (
@@ -375,7 +400,8 @@ TABLE = Table(
         K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),
         K(MODEL + "mtp.enable", "unsupported", fine=(False,), why="multi-token prediction"),
         K(MODEL + "mtp.*", "inert", why="read with mtp.enable alone"),
-        K(MODEL + "enable_activation_offload", "unsupported", fine=(False,), why="set model.remat=offload by hand"),
+        Joint("offloaded activations", (K(MODEL + "enable_activation_offload", "equivalent", default=False, other=True),),
+              lambda m: common.offloaded(m, MODEL + "enable_activation_offload")),
         K("async_training.**", "unsupported", refuse=True, also=("rollout.**",), why="its fully asynchronous recipe: rollout.max_staleness"),
         K("actor", "unsupported", also=("ref", "critic"), why="a group of configs of its own: the engine's sizes are not read"),
         K("optim.**", "unsupported", refuse=True, also=("model.**", "engine.**", "engine"),
