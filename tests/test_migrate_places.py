@@ -111,3 +111,36 @@ def test_positions_of_the_models_config_are_replaced(system, table):
     m = of(system, {config + "max_position_embeddings": 32768, config + "attn_implementation": "eager"})
     assert values(m)["model.config.max_position_embeddings"] == 32768 and not any("model.config" in t for t in m.needs_you)
     assert any("vocab_size" in t for t in of(system, {config + "vocab_size": 9}).needs_you)
+
+
+TRANSFORMER = A + "megatron.override_transformer_config."
+
+
+@pytest.mark.parametrize(("system", "settings"), [
+    ("verl", {TRANSFORMER + "moe_aux_loss_coeff": 0.01}), ("verl", {TRANSFORMER + "moe_z_loss_coeff": 0.001}),
+    ("verl", {TRANSFORMER + "fp8": "e4m3"}), ("verl", {A + "loss_mode": "clip_cov"}), ("verl", {R + "use_fire_sampling": True}),
+    ("verl", {A + "mindspeed.override_transformer_config.rope_scaling_type": "yarn"}),
+    ("verl/sft", {"engine.override_transformer_config.moe_aux_loss_coeff": 0.01}),
+    ("skyrl", {"trainer.policy.megatron_config.transformer_config_kwargs.moe_z_loss_coeff": 0.001}),
+    ("roll", {"actor_train.strategy_args.strategy_config.fp8": "hybrid"}), ("roll", {"actor_train.strategy_args.strategy_config.yarn_mscale": 1.0}),
+    ("cosmos_rl", {"train.train_policy.enable_dp_load_balancing": True}),
+    ("tunix", {"training_mode": "agentic_grpo", "agentic_grpo_config.overlong_filter": True}), ("tunix", {"rollout_config.eos_tokens": [1, 106]}),
+])
+def test_what_changes_training_below_a_table_that_needs_nothing_is_named(system, settings):
+    """Keys of tables whose other keys are automatic."""
+    [key] = [key for key in settings if key != "training_mode"]
+    m = of(system, settings)
+    assert key in [k for k, _, _ in m.lacking] or any(key in text for text in m.needs_you)
+    if "." in key and not isinstance(settings[key], str):  # as it is when it is off
+        assert key not in [k for k, _, _ in of(system, {**settings, key: 0}).lacking]
+
+
+@pytest.mark.parametrize(("system", "settings", "on", "rate"), [
+    ("verl", MEGA, TRANSFORMER + "moe_router_enable_expert_bias", TRANSFORMER + "moe_router_bias_update_rate"),
+    ("skyrl", {"trainer.strategy": "megatron"}, "trainer.policy.megatron_config.moe_router_enable_expert_bias",
+     "trainer.policy.megatron_config.transformer_config_kwargs.moe_router_bias_update_rate")])
+def test_the_bias_of_routers_moves_at_megatrons_rate(system, settings, on, rate):
+    assert values(of(system, {**settings, on: True}))["train.router_bias_rate"] == 1e-3
+    assert values(of(system, {**settings, on: True, rate: 1e-2}))["train.router_bias_rate"] == 1e-2
+    for other in ({on: False}, {on: True, rate: 0}, {rate: 1e-2}):
+        assert "train.router_bias_rate" not in values(of(system, {**settings, **other}))

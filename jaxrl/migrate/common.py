@@ -257,6 +257,12 @@ def sampled_experts(m: Migration, *keys: str) -> None:
         m.differs("vLLM keeps its prefix cache on: it holds the experts of tokens (algorithm.routes=sampled)")
 
 
+def router_bias(m: Migration, on: str, rate: str) -> None:
+    """Sets Megatron's change of the bias by which routers choose experts, by the keys of its switch and rate."""
+    if m.flag(on) and m.number(rate):
+        m.set("train.router_bias_rate", float(m.number(rate)), on, rate)
+
+
 def offloaded(m: Migration, key: str) -> None:
     """Keeps what the backward pass needs in host memory, where a key says so; the numbers stay the same."""
     if m.flag(key):

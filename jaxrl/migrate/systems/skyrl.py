@@ -32,6 +32,7 @@ JOBS = (
 )
 
 
+BIAS, RATE = MEGATRON + "moe_router_enable_expert_bias", MEGATRON + "transformer_config_kwargs.moe_router_bias_update_rate"
 REPLAYED = {"trainer.strategy": "megatron", MEGATRON + "moe_enable_routing_replay": True, ENGINE + "enable_return_routed_experts": True}
 
 
@@ -40,6 +41,8 @@ def changes_training(policy: str) -> tuple[Key, ...]:
     mega, router = policy + "megatron_config.", "set train.router_balance by hand: its scale is another"
     return (
         K(mega + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=router, also=(mega + "transformer_config_kwargs.moe_aux_loss_coeff",)),
+        K(mega + "transformer_config_kwargs.moe_z_loss_coeff", "unsupported", fine=(0, 0.0), why=router.replace("balance", "z")),
+        K(mega + "transformer_config_kwargs.fp8", "unsupported", fine=(False,), why="matrix products in fp8: train.matmul, by hand"),
         K(mega + "freeze_moe_router", "unsupported", fine=(False,), why="name the routers in model.frozen"),
         K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
         K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
@@ -204,6 +207,10 @@ TABLE = Table(
           why="servers split a model by tensor_parallel"),
         K(ENGINE + "expert_parallel_size", "equivalent", "rollout.vllm.engine_kwargs.enable_expert_parallel", lambda n: int(n) > 1, other=2,
           also=(GEN + "inference_engine_expert_parallel_size",)),
+        Joint("routers' bias", (
+            K(BIAS, "equivalent", default=False, other=True, beside={"trainer.strategy": "megatron"}),
+            K(RATE, "equivalent", default=1e-3, other=1e-2, beside={"trainer.strategy": "megatron", BIAS: True})),
+            lambda m: m.text("trainer.strategy") == "megatron" and common.router_bias(m, BIAS, RATE)),
         Joint("replayed experts", (
             K(MEGATRON + "moe_enable_routing_replay", "equivalent", default=False, other=True, beside=REPLAYED),
             K(ENGINE + "enable_return_routed_experts", "equivalent", default=False, other=True, beside=REPLAYED)), meaning.routes),

@@ -196,6 +196,9 @@ TABLE = Table(
             ),
             meaning.kl,
         ),
+        K(AGENTIC + "overlong_filter", "unsupported", fine=(False,), why="an episode that is cut keeps its reward"),
+        K(AGENTIC + "degenerate_group_masking", "inert", why="groups without advantages add no loss anyway"),
+        K(ROLLOUT + "eos_tokens", "ask", why="model.eos_tokens names the tokens that end a completion"),
         *(K(place + "kl_clamp_value", "unsupported", why="a token's KL is not cut") for place in (GRPO, AGENTIC, PPO)),
         *(
             K(place + name, "unsupported", fine=fine, refuse=True, why="a function of your own: algorithm.policy_loss, algorithm.advantage")

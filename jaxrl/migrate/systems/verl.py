@@ -59,6 +59,28 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
         K(o + "min_lr_factor", "equivalent", default=0.0, other=0.1, beside={**beside, **TITAN}))
 
 
+def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
+    """Returns the rows of entries of Megatron's model that change what is learnt, below an engine's table."""
+    o = engine + "override_transformer_config."
+
+    def also(*names):
+        return tuple(other + "override_transformer_config." + name for other in others for name in names)
+
+    scale = "by hand: its scale is another"
+    return (
+        K(o + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=f"set train.router_balance {scale}", also=also("moe_aux_loss_coeff")),
+        K(o + "moe_z_loss_coeff", "unsupported", fine=(0, 0.0), why=f"set train.router_z {scale}", also=also("moe_z_loss_coeff")),
+        Joint("routers' bias", (
+            K(o + "moe_router_enable_expert_bias", "equivalent", default=False, other=True, also=also("moe_router_enable_expert_bias")),
+            K(o + "moe_router_bias_update_rate", "equivalent", default=1e-3, other=1e-2, also=also("moe_router_bias_update_rate"),
+              beside={o + "moe_router_enable_expert_bias": True})),
+            lambda m: common.router_bias(m, o + "moe_router_enable_expert_bias", o + "moe_router_bias_update_rate")),
+        K(o + "fp8", "unsupported", fine=(False,), why="matrix products in fp8: train.matmul, by hand", also=also("fp8")),
+        K(o + "fp8_recipe", "inert", why="read with fp8 alone", also=also("fp8_recipe")),
+        K(o + "rope_scaling_*", "ask", why="positions are of the model's config.json: write it into model.config",
+          also=(o + "yarn_scaling_factor", *also("rope_scaling_*", "yarn_scaling_factor"))))
+
+
 def overridden(model: str) -> tuple[Key, ...]:
     """Returns the rows of entries that replace those of the model's config.json."""
     config, positions, attention = model + "override_config.", "max_position_embeddings", "attn_implementation"
@@ -291,7 +313,7 @@ TABLE = Table(
         K(MODEL + "enable_gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none", default=True,
           other=False),
         Joint("template", (K(MODEL + "custom_chat_template", "equivalent", other="{{ messages }}"),), meaning.template),
-        *overridden(MODEL),
+        *overridden(MODEL), *megatrons_own(MEGATRON, ACTOR + "mindspeed."),
         Joint("adapters", (
             K(MODEL + "lora_rank", "equivalent", default=0, other=16),
             K(MODEL + "lora_alpha", "equivalent", default=16, other=32, beside=LORA),
@@ -363,6 +385,9 @@ TABLE = Table(
         K(DATA + "image_patch_size", "automatic", why="the checkpoint's", also=(DATA + "return_multi_modal_inputs", DATA + "mm_processor_kwargs")),
         K(DATA + "video_key", "inert", why="videos and sound are not read; rows without them lose nothing", also=(DATA + "audio_key",)),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
+        K(ACTOR + "loss_mode", "unsupported", fine=("vanilla",), refuse=True, why="of its recipe of entropy: actor.policy_loss.loss_mode is read",
+          also=(ACTOR + "clip_cov_ratio", ACTOR + "clip_cov_lb", ACTOR + "clip_cov_ub", ACTOR + "kl_cov_ratio")),
+        K(ROLLOUT + "use_fire_sampling", "unsupported", fine=(False,), refuse=True, why="FIRE's first tokens at another temperature"),
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
         K(ALGO + "gdpo_reward_keys", "inert", why="read by the estimator gdpo alone", also=(ALGO + "gdpo_reward_weights",)),

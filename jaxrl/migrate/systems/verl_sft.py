@@ -11,7 +11,7 @@ from jaxrl.migrate import common
 from jaxrl.migrate.derived import derived
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import verl_sft_meaning as meaning
-from jaxrl.migrate.systems.verl import TABLE, offloaded_state, optimizer_keys, optimizer_rest, overridden
+from jaxrl.migrate.systems.verl import TABLE, megatrons_own, offloaded_state, optimizer_keys, optimizer_rest, overridden
 from jaxrl.migrate.systems.verl_engine import SETTING
 from jaxrl.migrate.systems.verl_sft_meaning import DATA, TRAINER
 from jaxrl.migrate.table import Joint, Key, Since
@@ -134,6 +134,7 @@ SFT = derived(TABLE, "sft", (
     K("model.mtp.*", "inert", why="read with model.mtp.enable alone"),
     K("model.lora.rank", "unsupported", fine=(0,), why="Megatron's adapters: set lora.rank and lora.targets by hand"),
     K("model.lora.**", "inert", why="read with model.lora.rank alone"),
+    *megatrons_own("engine."),
     K("engine.override_transformer_config.**", "automatic", why="the mesh and XLA decide", also=("engine.override_ddp_config.**", "engine.**")),
     K("engine.qat.enable", "unsupported", fine=(False,), why="training against quantised weights"),
     *trainer(1),
