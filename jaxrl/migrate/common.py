@@ -316,21 +316,40 @@ def lora(
         m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
 
 
-def rollout_weights(m: Migration, loss: str, low: str, high: str) -> None:
+LOSS = '''"""The policy gradient, weighed by the ratio of policy to sampler within bounds, by 0 outside: {title}'s."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.algorithms import masked_exp
+
+LOW, HIGH = {low}, {high}
+
+
+def weighed(tokens, cfg):
+    ratio = masked_exp(jnp.clip(tokens.logp - tokens.behaviour, -20, 20), tokens.mask)
+    weight = jax.lax.stop_gradient(jnp.where((ratio > LOW) & (ratio < HIGH), ratio, 0))
+    advantage, logp = (jnp.where(tokens.mask, x, 0) for x in (tokens.advantage, tokens.logp))
+    return -weight * advantage * logp, {{"ratio": ratio}}
+'''
+
+
+def rollout_weights(m: Migration, loss: str, low: str, high: str, second: bool) -> None:
     """Sets a policy gradient whose tokens are weighed by their ratio of policy to sampler, by 0 outside of bounds, by
-    their keys. The ratio is that of the policy before an optimizer step, so that there must be one per step."""
-    if updates(m) > 1:
-        why = f"{updates(m)} optimizer steps per batch, each with weights of its own: there is one"
-        m.lacks(loss, why, refuse=True)
+    their keys. With several optimizer steps per batch, or a second weight (second), it is a function in a file."""
+    least, most = max(1 - m.number(low), 0.0), 1 + m.number(high)
+    m.set("algorithm.old_logprobs", "recompute", loss)
+    m.facts["clip"] = f"weights against the sampler of {least:g} to {most:g}, others 0"
+    if second or updates(m) > 1:
+        file = f"{m.name}_loss.py"
+        m.files[file] = LOSS.format(title=m.table.title, low=least, high=most)
+        m.set("algorithm.policy_loss", f"./{file}:weighed", loss, low, high)
         return
     m.set("algorithm.policy_loss", "pg", loss)
     m.set("algorithm.ratio", "token", loss)
-    m.set("algorithm.old_logprobs", "recompute", loss)
     m.set("algorithm.mismatch.correction", "token_mis", loss)
-    m.set("algorithm.mismatch.low", max(1 - m.number(low), 0.0), low)
-    m.set("algorithm.mismatch.cap", 1 + m.number(high), high)
-    bounds = f"{max(1 - m.number(low), 0):g} to {1 + m.number(high):g}"
-    m.facts["clip"] = f"weights against the sampler of {bounds}, others 0"
+    m.set("algorithm.mismatch.low", least, low)
+    m.set("algorithm.mismatch.cap", most, high)
 
 
 def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:

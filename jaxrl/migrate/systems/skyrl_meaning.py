@@ -150,7 +150,8 @@ def loss(m: Migration):
         m.lacks(name, why, refuse=True)
         return
     if kind == "rollout_is":
-        common.rollout_weights(m, name, a + "eps_clip_low", a + "eps_clip_high")
+        second = bool(m.text(a + "off_policy_correction.tis_ratio_type") or m.flag(a + "use_tis"))
+        common.rollout_weights(m, name, a + "eps_clip_low", a + "eps_clip_high", second)
         return reduction(m)
     loss = kind if kind in ("cispo", "sapo", "dppo") else "clip"
     m.set("algorithm.policy_loss", loss, name)
@@ -290,10 +291,9 @@ def mismatch(m: Migration):
         m.set("algorithm.sequence_low", float(m.number(low)), low)
         m.set("algorithm.sequence_high", float(m.number(high)), high)
         m.set("algorithm.old_logprobs", "recompute", o + "sequence_mask_metric")
-    if m.text(ALGO + "policy_loss_type") == "rollout_is":
-        if ratio:
-            m.lacks(o + "tis_ratio_type", "weights beside those of rollout_is", refuse=True)
-    elif ratio in ("token", "sequence"):
+    if "algorithm.mismatch.correction" in m.options:  # the loss rollout_is itself
+        return
+    if ratio in ("token", "sequence"):
         m.set("algorithm.mismatch.correction", f"{ratio}_tis", key)
         m.set("algorithm.mismatch.cap", m.number(cap), cap)
     else:
