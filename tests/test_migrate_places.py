@@ -144,3 +144,9 @@ def test_the_bias_of_routers_moves_at_megatrons_rate(system, settings, on, rate)
     assert values(of(system, {**settings, on: True, rate: 1e-2}))["train.router_bias_rate"] == 1e-2
     for other in ({on: False}, {on: True, rate: 0}, {rate: 1e-2}):
         assert "train.router_bias_rate" not in values(of(system, {**settings, **other}))
+
+
+def test_servers_whose_host_a_script_leaves_open_are_asked_for():
+    urls = "generator.inference_engine.external_server_urls"
+    m = of("skyrl", {urls: ["http://", "$HOST:8000", "://", "10.0.0.1:8000"], "generator.inference_engine.run_engines_locally": False})
+    assert values(m)["rollout.servers"] == ("http://10.0.0.1:8000",) and any("rollout.servers" in t for t in m.needs_you)

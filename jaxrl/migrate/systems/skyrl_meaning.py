@@ -448,8 +448,8 @@ def layout(m: Migration):
         urls = [u if "://" in str(u) else f"http://{u}" for u in m.list(ENGINE + "external_server_urls")]
         for option in ("rollout.vllm.devices", "rollout.vllm.replicas", "rollout.placement", "mesh.roles.policy"):
             m.options.pop(option, None)
-        m.set("rollout.servers", tuple(u for u in urls if "$" not in u), ENGINE + "external_server_urls",
-              ENGINE + "run_engines_locally")
+        named = tuple(u for u in urls if "$" not in u and re.fullmatch(r"\w+://[^/:]+.*", u))
+        m.set("rollout.servers", named, ENGINE + "external_server_urls", ENGINE + "run_engines_locally")
         m.needs("rollout.servers: name the servers, started with jaxrl's plugin (docs/guides/vllm.md)")
 
 
