@@ -181,7 +181,78 @@ _MOONLIGHT = {**MODELS["671B"], "vocab_size": 163840, "hidden_size": 2048, "inte
               "num_hidden_layers": 27, "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
               "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
               "q_lora_rank": None, "max_position_embeddings": 8192}
+_VL_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16, "spatial_merge_size": 2,
+             "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+             "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _qwen_vl(kind: str, text: dict, sections: list[int], **tower) -> dict:
+    """Of Qwen2-VL and Qwen2.5-VL, whose text's entries lie beside the tower's."""
+    return {**text, "model_type": kind, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "image_token_id": 151655, "video_token_id": 151656,
+            "vision_start_token_id": 151652, "vision_end_token_id": 151653, "rope_scaling": {"type": "mrope", "mrope_section": sections},
+            "vision_config": {"in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **tower}}
+
+
+def _qwen25_vl(text: dict) -> dict:
+    return _qwen_vl("qwen2_5_vl", text | {"max_position_embeddings": 128000}, [16, 24, 24], depth=32, hidden_size=1280, intermediate_size=3420,
+                    num_heads=16, out_hidden_size=text["hidden_size"], window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
+                    tokens_per_second=2, hidden_act="silu")
+
+
+def _qwen3_vl(text: dict, kind: str = "qwen3_vl", **tower) -> dict:
+    own = {**text, "model_type": f"{kind}_text", "rope_theta": 5e6, "max_position_embeddings": 262144,
+           "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}}
+    return {"model_type": kind, "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+            "tie_word_embeddings": text.get("tie_word_embeddings", False), "text_config": own,
+            "vision_config": {"model_type": kind, **_VL_TOWER, "out_hidden_size": text["hidden_size"], **tower}}
+
+
+_LINEAR = {"head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+           "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "rope_theta": 1e7, "norm_topk_prob": True,
+           "max_position_embeddings": 262144, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+_QWEN35 = {**_LINEAR, "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 10000, "sliding_window_pattern": 6,
+           "query_pre_attn_scalar": 256}
+_LLAMA3 = {**MODELS["70B"], "rope_theta": 5e5}
+_3B = {**QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
+_7B = {**_QWEN7, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+_1_7B = {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True}
 SHAPES = (
+    (r"qwen2\.5-vl-7b", _qwen25_vl(_7B)), (r"qwen2\.5-vl-3b", _qwen25_vl(_3B)),
+    (r"qwen2-vl-7b", _qwen_vl("qwen2_vl", _7B, [16, 24, 24], depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584)),
+    (r"qwen3-vl-2b", _qwen3_vl(_1_7B, depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])),
+    (r"qwen3-vl-8b", _qwen3_vl(MODELS["8B"] | {"tie_word_embeddings": False})),
+    (r"qwen3-vl-30b-a3b", _qwen3_vl(MODELS["30B-A3B"], "qwen3_vl_moe")),
+    (r"qwen3-1\.7b", _1_7B),
+    (r"qwen3\.5-35b-a3b", {**_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "linear_num_value_heads": 32,
+                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}),
+    (r"qwen3\.5-397b", {**_QWEN35, "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "linear_num_value_heads": 64,
+                        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}),
+    (r"qwen3-next-80b", {**_LINEAR, "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+                         "num_hidden_layers": 48, "num_attention_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
+                         "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                         "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    (r"gemma-2-2b", {**_GEMMA, "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+                     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096,
+                     "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    (r"gemma-3-1b", {**_GEMMA3, "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+                     "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}),
+    (r"gemma-3-4b", {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000,
+                     "text_config": {**_GEMMA3, "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                                     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 1024,
+                                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+                     "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+                                       "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+                                       "vision_use_head": False}}),
+    (r"gemma.?7b", {**_GEMMA, "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+                    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192}),
+    (r"llama-3\.1-8b", {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
+    (r"llama-3\.2-1b", {**_LLAMA3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+                        "tie_word_embeddings": True}),
+    (r"phi-4$", {"model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+                 "num_attention_heads": 40, "num_key_value_heads": 10, "max_position_embeddings": 16384, "rope_theta": 250000.0,
+                 "tie_word_embeddings": False, "eos_token_id": 100265, "sliding_window": None, "pad_token_id": 100257}),
     (r"qwen2(\.5)?-0\.5b", MODELS["0.5B"]),
     (r"r1-distill-qwen-1\.5b", MODELS["1.5B"] | _LONG | {"tie_word_embeddings": False}),
     (r"qwen2\.5-(coder-|math-)?1\.5b", MODELS["1.5B"]),
@@ -190,7 +261,7 @@ SHAPES = (
                            "num_key_value_heads": 4}),  # 32768 positions, as its script asks for
     (r"qwen(2|2\.5)-(coder-)?7b|r1-distill-qwen-7b", {**_QWEN7, **_LONG, "hidden_size": 3584, "intermediate_size": 18944,
                                                      "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}),
-    (r"qwen2\.5-32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+    (r"qwen2\.5-(coder-)?32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
                                            "num_attention_heads": 40, "num_key_value_heads": 8}),
     (r"qwen3-4b", {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
                    "tie_word_embeddings": True}),
@@ -337,7 +408,8 @@ def plan(report: dict, out: Path) -> tuple[str, str]:
     """("fits", "does not fit", "none" where no command plans it, or "wrong"; the last line that the printed command says)."""
     if "plan" not in report["commands"]:
         return "none", ""
-    shape = next((s for pattern, s in SHAPES if re.search(pattern, report["model"].lower())), None)
+    names = (report["model"].lower(), report["file"].lower())  # of /path/to/model the file says what it is
+    shape = next((s for name in names for pattern, s in SHAPES if re.search(pattern, name)), None)
     if shape is None:
         return "wrong", f"SHAPES has no {report['model']}"
     (out / "shape").mkdir()

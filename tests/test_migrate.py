@@ -28,6 +28,7 @@ from jaxrl.resolve.checks.common import check
 NOT_THE_SAME = {"roll": ("actor_train.data_args.image_",), "roll/on_policy_distill": ("student_train.data_args.image_",),
                 "roll/agentic": ("actor_infer.generating_args.",),
                 "tunix": ("ppo_config.", "rl_training_config.", "tokenizer_config.tokenizer_path"),
+                "tunix/program": ("ppo_config.", "rl_training_config.", "tokenizer_config.tokenizer_path"),
                 "trl/preference": ("desirable_", "undesirable_", "cpo_alpha", "simpo_gamma"),
                 "skyrl": ("generator.eval_sampling_params.",),
                 "areal": ("actor.reward_norm.", "actor.adv_norm.", "critic.", "eval_gconfig.", "gconfig.max_tokens", "sglang.context")}

@@ -45,7 +45,10 @@ def test_what_is_on_unless_it_is_set():
     assert v["mesh.tp"] == v["rollout.vllm.tensor_parallel"] == 2 and v["rollout.vllm.devices"] == ("2,3",)
     assert (v["checkpoint.every_steps"], v["checkpoint.at_end"], v["eval.every_steps"], v["data.epochs"]) == (0, False, 0, 1)
     alone = of({PAR + "tp_size": 1, R + "parallelism.tp_size": 1})  # a GPU to each
-    assert any(text.startswith("training has GPU 0 of every host and vLLM the next one;") for text in alone.needs_you)
+    assert alone.facts["GPUs of a host"] == "2: training has GPU 0 of every host and vLLM the next one"
+    assert not any("every host" in text for text in alone.needs_you)
+    many = of({PAR + "dp_shard_size": 8, PAR + "tp_size": 1, R + "parallelism.tp_size": 1})
+    assert any(text.startswith("training has GPUs 0 to 7 of every host and vLLM the next one;") for text in many.needs_you)
     gspo = values(of({P + "variant": "gspo"}))
     assert (gspo["algorithm.ratio"], gspo["algorithm.dual_clip"]) == ("sequence", 0)  # where the dual clip is off
     assert values(of({P + "unbiased_advantage": True}))["algorithm.advantage_std"] == "none"

@@ -130,15 +130,69 @@ def test_sizes_and_numbers_of_images():
     assert values(m)["data.max_images"] == 4 and not any("limit_mm" in k for k, _, _ in m.lacking)
 
 
-@pytest.mark.parametrize(("system", "settings", "why"), [
-    ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "critics that see are trained here and not translated yet"),
-    ("roll", {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512},
-     "jobs of run.recipe=distill with images are trained here and not translated yet"),
-    ("rlinf", {**RLINF, "data.image_keys": ["left", "right"]}, "images are of one column"),
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+ON_POLICY = {**VERL, "actor_rollout_ref.rollout.n": 1, "distillation.enabled": True, TEACHER: "Qwen/Qwen2.5-VL-32B-Instruct",
+             "distillation.distillation_loss.loss_mode": "k1", "distillation.distillation_loss.use_task_rewards": False,
+             "distillation.distillation_loss.use_policy_gradient": True}
+OF_ROWS = {"num_processes": 8, "model_name_or_path": VL, "dataset_name": "a/b", "max_length": 1024, "bf16": True}
+COSMOS = {"train.train_policy.type": "grpo", "policy.model_name_or_path": VL, "train.train_policy.dataset.name": "a/b"}
+
+
+@pytest.mark.parametrize(("system", "settings", "cmd", "want"), [
+    ("verl", {**VERL, "algorithm.adv_estimator": "gae"}, "", {"algorithm.advantage": "gae", "data.image_column": "images"}),
+    ("verl", ON_POLICY, "", {"run.recipe": "distill", "distill.loss": "sampled", "data.image_column": "images"}),
+    ("roll", {**ROLL, "adv_estimator": "gae", "num_return_sequences_in_group": 1, "critic.training_args.learning_rate": 1e-5,
+              "actor_train.data_args.image_max_pixels": 99999}, "",
+     {"algorithm.advantage": "gae", "data.image_column": "images", "data.image_max_pixels": 99999}),
+    ("rlinf", {**RLINF, "rollout.model.model_path": VL, "algorithm.adv_type": "gae", "algorithm.group_size": 1}, "",
+     {"algorithm.advantage": "gae", "data.image_column": "pictures"}),
+    ("trl/preference", {**OF_ROWS, "max_prompt_length": None}, "", {"run.recipe": "preference", "preference.loss": ("dpo",)}),
+    ("trl/reward_model", OF_ROWS, "", {"run.recipe": "reward_model"}),
+    ("trl/distill", {**OF_ROWS, "teacher_model_name_or_path": "Qwen/Qwen2.5-VL-32B-Instruct", "max_new_tokens": 1023}, "", {"run.recipe": "distill"}),
+    ("cosmos_rl", {**COSMOS, "distillation.enable": True, "distillation.model_name_or_path": "Qwen/Qwen2.5-VL-32B-Instruct"}, "",
+     {"run.recipe": "distill", "teacher.path": "Qwen/Qwen2.5-VL-32B-Instruct"}),
 ])
-def test_what_images_are_not_for_is_refused_by_name_alone(system, settings, why):
-    m = of(system, settings)
-    assert [text for _, text, refuse in m.lacking if refuse and why in text] and m.outcome(False) == "refused"
+def test_other_jobs_see_images_too(system, settings, cmd, want):
+    """PPO's critic, pairs, reward models and distillation: the rows' images, nothing refused, and a config that jaxrl takes."""
+    m = of(system, settings, cmd=cmd)
+    assert not [text for _, text, refuse in m.lacking if refuse] and m.facts["images"]
+    v = values(m)
+    assert {option: v.get(option) for option in want} == want
+    assert not any("has a tower" in t for t in m.needs_you)
+
+
+@pytest.mark.parametrize("name", ["model.path", "reward_model"])
+def test_models_beside_the_policy_need_a_tower(name):
+    """A teacher and a reward model by whose names no tower is read are asked for."""
+    text = "Qwen/Qwen2.5-7B-Instruct"
+    m = of("verl", {**ON_POLICY, TEACHER: text}) if name == "model.path" else of(
+        "verl", {**VERL, "reward_model.enable": True, "reward_model.model.path": text}, "0.4")
+    assert any(text in t and "with a tower" in t for t in m.needs_you)
+
+
+def test_rolls_distillation_of_images_has_columns_and_sizes_of_its_own():
+    settings = {"teacher_pretrain": VL, "student_pretrain": VL, "kd_objective": "reverse_kl", "sequence_length": 512, "question_key": "q",
+                "student.data_args.file_name": ["a.json"], "student.device_mapping": "list(range(0,8))"}
+    m = of("roll", settings)
+    v = values(m)
+    assert (v["data.prompt_column"], v["data.completion_column"], v["data.image_column"]) == ("problem", "solution", "image")
+    assert (v["data.image_min_pixels"], v["data.image_max_pixels"]) == (56 * 56, 1024 * 1024)
+    assert v["train.max_sequence_tokens"] == 1024 and v["distill.on_prompt"] and m.marks["question_key"][0] == "inert"  # prompt_length's default
+    assert any("<answer>" in t for t in m.needs_you)
+    text = of("roll", {**settings, "student_pretrain": "Qwen/Qwen2.5-7B", "teacher_pretrain": "Qwen/Qwen2.5-7B"})
+    assert values(text)["data.prompt_column"] == "q" and values(text)["train.max_sequence_tokens"] == 512
+
+
+@pytest.mark.parametrize("settings", [
+    {"pretrain": VL, "reference.training_args.x": 1, "chosen_key": "c", "sequence_length": 512, "actor_train.data_args.file_name": ["a.json"]},
+    {"pretrain": VL, "sft_train.data_args.file_name": ["a.json"], "sequence_length": 512, "response_key": "output"}])
+def test_pipelines_of_roll_that_read_no_images_stay_of_text(settings):
+    assert values(of("roll", settings))["data.image_column"] == ""
+
+
+def test_several_columns_of_images_are_refused_by_name_alone():
+    m = of("rlinf", {**RLINF, "data.image_keys": ["left", "right"]})
+    assert [text for _, text, refuse in m.lacking if refuse and "images are of one column" in text] and m.outcome(False) == "refused"
 
 
 def test_an_episode_has_room_for_a_picture_in_every_turn():

@@ -1,6 +1,7 @@
 """jaxrl.migrate: programs in Python, of which literals are read and nothing is executed; jobs of several turns."""
 
 import asyncio
+import json
 
 import pytest
 from test_migrate import migrated, run, values
@@ -61,11 +62,11 @@ def test_literals_are_read_and_what_is_computed_is_asked_for(tmp_path, monkeypat
         "learning_rate": 2e-6, "seed": 3, "max_steps": 50, "num_generations": 8, "per_device_train_batch_size": 8,
         "lr_scheduler_kwargs.min_lr_rate": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "model_name_or_path": "someone/small",
         "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32,
-        "lora_target_modules": ["q_proj", "v_proj"]}
+        "lora_target_modules": ["q_proj", "v_proj"], "max_completion_length": 128, "temperature": 0.7}
     asked = [text.partition(" is computed")[0] for text in report["needs_you"] if " is computed" in text]
-    assert asked == ["max_completion_length=64 * 2", "temperature=-1 * -0.7", "bf16=torch.cuda.is_available()"]
+    assert asked == ["bf16=torch.cuda.is_available()"]
     assert any("rows are changed in Python, data.map(" in text for text in report["needs_you"])
-    status, report, out = run(tmp_path, GRPO, "--gpus=2", "max_completion_length=128", "temperature=0.7", "bf16=true", name="job.py", system="trl")
+    status, report, out = run(tmp_path, GRPO, "--gpus=2", "bf16=true", name="job.py", system="trl")
     assert not any("is computed" in text for text in report["needs_you"])
     monkeypatch.chdir(out)
     config = load_config("job_job.py" if (out / "job_job.py").exists() else report["config"])
@@ -144,3 +145,114 @@ def test_rows_that_no_file_names_are_asked_for(tmp_path):
     unnamed = GRPO.replace('load_dataset("someone/sums", "main", split=["train", "test"])', "None").replace("data = data.map(lambda row: row)", "")
     _, report, _ = run(tmp_path, unnamed, "--gpus=2", name="job.py", system="trl")
     assert any(text.startswith("data.path: the source names no data set") for text in report["needs_you"])
+
+
+TUNIX = '''
+import argparse
+import os
+
+import jax
+import jax.numpy as jnp
+import optax
+from orbax import checkpoint as ocp
+from tunix.rl import rl_engine as rl_engine_lib
+from tunix.rl.rollout import base_rollout
+from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
+from tunix.utils import math_rewards
+from transformers import AutoTokenizer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--beta", type=float, default=0.01)
+args = parser.parse_args()
+MESH = [(2, 4), ("fsdp", "tp")]
+BATCH, STEPS, RATE, NORM, DEBUG = 32, 10 * 4, 3e-6, 0.5, False
+BATCH = BATCH if DEBUG else 16
+SIZE = 16
+ENGINE = os.getenv("ENGINE", "vanilla")
+mesh = jax.make_mesh(*MESH)
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+actor = params.create_model_from_safe_tensors("/w", config, mesh, dtype=jnp.float32)
+data = data.batch(SIZE)
+optimizer = optax.adamw(optax.schedules.warmup_cosine_decay_schedule(init_value=0.0, peak_value=RATE, warmup_steps=int(0.1 * 40),
+                        decay_steps=40), b2=0.95, eps=1e-7)
+if NORM is not None:
+    optimizer = optax.chain(optax.clip_by_global_norm(max_norm=NORM), optimizer)
+if DEBUG:
+    debug = base_rollout.RolloutConfig(max_tokens_to_generate=1, temperature=0.1)
+base = {"max_prompt_length": 128, "max_tokens_to_generate": 256, "temperature": 1.0, "top_p": None, "return_logprobs": True}
+if ENGINE == "vllm":
+    rollout = base_rollout.RolloutConfig(**base, rollout_vllm_hbm_utilization=0.3, tensor_parallel_size=MESH[0][1])
+else:
+    rollout = base_rollout.RolloutConfig(**base)
+cluster = rl_engine_lib.ClusterConfig(role_to_mesh={}, rollout_engine=ENGINE, offload_to_cpu=True, training_config=rl_engine_lib.RLTrainingConfig(
+    actor_optimizer=optimizer, eval_every_n_steps=10, max_steps=40, mini_batch_size=8,
+    checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=2)), rollout_config=rollout)
+
+class Mine(GRPOLearner):
+    pass
+
+def short(prompts, completions, **rows):
+    open("/nowhere/touched", "w")
+
+learner = Mine(rl_engine=None, reward_fns=[math_rewards.math_reward, short], algo_config=GRPOConfig(
+    num_generations=4, beta=args.beta, kl_loss_mode="low_var_kl", epsilon=0.1, max_response_length=256))
+learner.train(data)
+'''
+
+
+def tunix(tmp_path, text, *overrides):
+    return run(tmp_path, text, *overrides, name="job.py", system="tunix")
+
+
+def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
+    """Config classes, optax, meshes and the learner, with the classes' own defaults; the branch that is not taken is not read."""
+    status, report, out = tunix(tmp_path, TUNIX)
+    assert status == 0 and report["outcome"] == "partial" and report["job"] == "program"
+    assert not [k for k in report["keys"] if k["kind"] == "unknown"]
+    asked = [text.partition("=")[0] for text in report["needs_you"] if " is computed" in text]
+    assert asked == ["rollout_engine"] and any("math_rewards.math_reward, job.short" in text for text in report["needs_you"])
+    monkeypatch.chdir(out)
+    c = load_config("job.py")
+    c.data.path, c.reward.functions = ("a.parquet",), ("math",)
+    check(c)
+    assert (c.model.path, c.data.prompts_per_step, c.rollout.group_size, c.rollout.max_new_tokens, c.data.max_prompt_tokens) == (
+        "Qwen/Qwen2.5-0.5B", 16, 4, 256, 128)
+    assert (c.rollout.temperature, c.rollout.top_p, c.rollout.top_k, c.rollout.engine) == (1.0, 1.0, -1, "jax")
+    assert (c.optimizer.lr, c.optimizer.warmup_steps, c.optimizer.decay_steps, c.optimizer.schedule) == (3e-6, 4, 36, "cosine")
+    assert (c.optimizer.b1, c.optimizer.b2, c.optimizer.eps, c.optimizer.weight_decay, c.optimizer.max_grad_norm) == (0.9, 0.95, 1e-7, 1e-4, 0.5)
+    assert (c.algorithm.num_minibatches, c.algorithm.clip_low, c.algorithm.kl.coef, c.train.steps) == (2, 0.1, 0.01, 40)
+    assert (c.mesh.tp, c.checkpoint.every_steps, c.checkpoint.keep, c.train.param_dtype) == (4, 20, 2, "fp32")
+    assert c.mesh.roles.policy.rest == "host"
+
+
+@pytest.mark.parametrize(("change", "asked"), [
+    (("temperature=0.1)", "temperature=0.1)\nother = base_rollout.RolloutConfig(temperature=0.2)"), "rollout_config.temperature=... has several values"),
+    (("mini_batch_size=8", "mini_batch_size=SIZE // int(os.getenv('N'))"), "rl_training_config.mini_batch_size"),
+    (("base = {", "base = {}\nbase = {"), "rollout_config.**=base is computed"),
+    (("return_logprobs\": True}", "return_logprobs\": True}\nbase[\"temperature\"] = 0.3"), "rollout_config.**=base is computed"),
+    (("data = data.batch(SIZE)", ""), "data.prompts_per_step"),
+    (("cluster =", "provider = qwix.LoraProvider(rank=4)\ncluster ="), "adapters: "),
+])
+def test_what_a_program_of_tunix_computes_is_asked_for(tmp_path, change, asked):
+    assert change[0] in TUNIX
+    status, report, _ = tunix(tmp_path, TUNIX.replace(*change))
+    assert status == 0 and any(text.startswith(asked) for text in report["needs_you"]), report["needs_you"]
+
+
+@pytest.mark.parametrize(("text", "recipe"), [
+    ("import tunix\ntrainer = tunix.PeftTrainer(model, optimizer, config)", "sft"),
+    ("from tunix.sft.dpo import DPOTrainer\nDPOTrainer(model=1)", "preference")])
+def test_trainers_of_tunix_that_are_not_read_are_refused_by_name(tmp_path, text, recipe):
+    status, report, _ = tunix(tmp_path, text + "\nimport optax\noptax.adamw(learning_rate=1e-5)")
+    assert status == 3 and f"run.recipe={recipe}" in report["lacks"][0]["why"]
+
+
+def test_a_notebook_is_read_as_its_code(tmp_path):
+    at = TUNIX.index("base = {")
+    cells = [{"cell_type": "markdown", "source": ["# not code ("]}, {"cell_type": "code", "source": ["%pip install tunix\n", "!ls\n", TUNIX[:at]]},
+             {"cell_type": "code", "source": TUNIX[at:]}]
+    status, report, _ = run(tmp_path, json.dumps({"cells": cells, "nbformat": 4}), name="job.ipynb", system="tunix")
+    keys = {k["key"]: k["value"] for k in report["keys"]}
+    assert status == 0 and keys["rollout_config.total_generation_steps"] == 256 and keys["optax.clip_by_global_norm"] == 0.5
+    status, _, _ = run(tmp_path, "[1, 2", name="bad.ipynb", system="tunix")
+    assert status == 2

@@ -1,10 +1,16 @@
 """jaxrl.migrate: a loss with weights of the sampler alone (SkyRL's rollout_is), against its formula."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_migrate import migrated, values
+
+from jaxrl.config.load import load_config
+from jaxrl.migrate import __main__ as command
+from jaxrl.resolve.checks.common import check
 
 A = "trainer.algorithm."
 JOB = {A + "policy_loss_type": "rollout_is", A + "eps_clip_low": 0.5, A + "eps_clip_high": 1.0, "trainer.train_batch_size": 64,
@@ -19,14 +25,47 @@ def test_it_is_the_policy_gradient_with_weights_masked_outside_of_bounds():
     assert (v["algorithm.mismatch.low"], v["algorithm.mismatch.cap"]) == (0.5, 2.0)
 
 
-@pytest.mark.parametrize(("more", "key"), [
-    ({"trainer.policy_mini_batch_size": 32}, A + "policy_loss_type"),
-    ({"trainer.update_epochs_per_batch": 2}, A + "policy_loss_type"),
-    ({A + "off_policy_correction.tis_ratio_type": "token"}, A + "off_policy_correction.tis_ratio_type"),
+@pytest.mark.parametrize(("more", "correction", "cap"), [
+    ({"trainer.policy_mini_batch_size": 32}, "none", None),
+    ({"trainer.update_epochs_per_batch": 2}, "none", None),
+    ({A + "off_policy_correction.tis_ratio_type": "token", A + "off_policy_correction.token_tis_ratio_clip_high": 1.5}, "token_tis", 1.5),
+    ({A + "off_policy_correction.tis_ratio_type": "sequence", "trainer.policy_mini_batch_size": 32}, "sequence_tis", 5.0),
 ])
-def test_several_updates_and_second_weights_are_refused(more, key):
+def test_several_updates_and_second_weights_have_a_loss_of_their_own(more, correction, cap, tmp_path):
+    """Its gradient is stop(r within bounds, else 0) A d log pi, with r of the policy that is updated, not of the one before the step."""
+    from jaxrl.algorithms import Tokens
     m = migrated("skyrl", {**JOB, **more})
-    assert m.outcome(False) == "refused" and key in [k for k, _, refuse in m.lacking if refuse]
+    v = values(m)
+    assert m.outcome(False) != "refused", m.lacking
+    assert v["algorithm.policy_loss"] == "./job_loss.py:weighed" and v["algorithm.old_logprobs"] == "recompute"
+    assert v["algorithm.mismatch.correction"] == correction and v.get("algorithm.mismatch.cap") == cap
+    (tmp_path / "job_loss.py").write_text(m.files["job_loss.py"])
+    spec = importlib.util.spec_from_file_location("weighed_by_rollouts", tmp_path / "job_loss.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rng = np.random.default_rng(0)
+    logp = jnp.asarray(rng.normal(-1, 0.5, (4, 7)))
+    rollout, advantage = logp + jnp.asarray(rng.normal(0, 0.8, (4, 7))), jnp.asarray(rng.normal(size=(4, 7)))
+    mask = jnp.asarray(rng.random((4, 7)) < 0.7)
+    ratio = jnp.exp(logp - rollout)
+    inside = (ratio > 0.5) & (ratio < 2.0) & mask
+    assert 0 < int(inside.sum()) < int(mask.sum())
+    hostile = jnp.where(mask, advantage, jnp.nan)
+
+    def loss(x):
+        return module.weighed(Tokens(x, x - 9, rollout, None, hostile, mask, None, None, {}), None)[0].sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(logp), -jnp.where(inside, ratio, 0) * advantage, rtol=1e-6, atol=1e-9)
+
+
+def test_the_loss_of_its_own_passes_the_checks_beside_its_config(tmp_path, monkeypatch):
+    flags = {**JOB, A + "off_policy_correction.tis_ratio_type": "token", "data.train_data": "a.parquet", "trainer.policy.model.path": "a/b"}
+    (tmp_path / "run.sh").write_text("python -m skyrl.train.entrypoints.main_base " + " ".join(f"{k}={v}" for k, v in flags.items()))
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["skyrl", "run.sh", "--out=out", "--gpus=8"]) == 0
+    config = load_config("out/run.py")
+    check(config)
+    assert config.algorithm.policy_loss.endswith("run_loss.py:weighed")
 
 
 def test_its_gradient_is_the_formulas():

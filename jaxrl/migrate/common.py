@@ -3,6 +3,7 @@ the keys of the source that it comes from."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import PurePosixPath
@@ -226,10 +227,46 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
         m.set("data.max_images", int(value), key)
     elif name.startswith("limit_mm_per_prompt."):
         m.mark(key, "inert", "videos and sound are not read")
-    elif "." in name:
-        m.lacks(key, "a table within vLLM's options: write it into rollout.vllm.engine_kwargs by hand")
+    elif name.startswith("speculative_config"):
+        m.lacks(key, "speculative decoding")
+    elif "." in name:  # a table within vLLM's options, which it takes as JSON
+        table, *inner, leaf = name.split(".")
+        option = f"rollout.vllm.engine_kwargs.{table}"
+        before, keys = m.options.pop(option, ({}, ()))
+        place = whole = copy.deepcopy(before)
+        for part in inner:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+        m.set(option, whole, key, *keys)
     else:
         m.set(f"rollout.vllm.engine_kwargs.{name}", value, key)
+
+
+def template_kwargs(m: Migration, pattern: str) -> None:
+    """Sets variables of the chat template, by the pattern of their keys."""
+    for s in m.all(pattern):
+        if s.value is not None:
+            m.set(f"data.chat_template_kwargs.{s.key.rpartition('.')[2]}", s.value, s.key)
+
+
+def sampled_experts(m: Migration, *keys: str) -> None:
+    """Replays the sampler's choice of experts in the update and in the pass that scores old log-probs."""
+    m.set("algorithm.routes", "sampled", *keys)
+    if m.options.get("rollout.vllm.prefix_caching", (True,))[0] is False:
+        m.options.pop("rollout.vllm.prefix_caching")
+        m.differs("vLLM keeps its prefix cache on: it holds the experts of tokens (algorithm.routes=sampled)")
+
+
+def router_bias(m: Migration, on: str, rate: str) -> None:
+    """Sets Megatron's change of the bias by which routers choose experts, by the keys of its switch and rate."""
+    if m.flag(on) and m.number(rate):
+        m.set("train.router_bias_rate", float(m.number(rate)), on, rate)
+
+
+def offloaded(m: Migration, key: str) -> None:
+    """Keeps what the backward pass needs in host memory, where a key says so; the numbers stay the same."""
+    if m.flag(key):
+        m.set("model.remat", "offload", key, *m.options.pop("model.remat", ("", ()))[1])
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
@@ -242,11 +279,11 @@ def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_le
 
 
 def loggers(m: Migration, key: str, names: list, project: str, run: str, project_key: str, run_key: str) -> None:
-    """Sets where metrics go: console and wandb. An unknown sink is reported."""
+    """Sets where metrics go: console and wandb. An unknown sink is reported; `file` (JSON lines) is always there."""
     names = [str(n).lower() for n in names]
     m.set("log.wandb", "wandb" in names, key)
     m.set("log.tensorboard", True, key)
-    other = [n for n in names if n not in ("wandb", "console", "tensorboard", "print", "none", "")]
+    other = [n for n in names if n not in ("wandb", "console", "tensorboard", "file", "print", "none", "")]
     if other:
         m.lacks(
             key,
@@ -279,21 +316,40 @@ def lora(
         m.lacks(keys[-1], "dropout of adapters is for SFT alone here")
 
 
-def rollout_weights(m: Migration, loss: str, low: str, high: str) -> None:
+LOSS = '''"""The policy gradient, weighed by the ratio of policy to sampler within bounds, by 0 outside: {title}'s."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.algorithms import masked_exp
+
+LOW, HIGH = {low}, {high}
+
+
+def weighed(tokens, cfg):
+    ratio = masked_exp(jnp.clip(tokens.logp - tokens.behaviour, -20, 20), tokens.mask)
+    weight = jax.lax.stop_gradient(jnp.where((ratio > LOW) & (ratio < HIGH), ratio, 0))
+    advantage, logp = (jnp.where(tokens.mask, x, 0) for x in (tokens.advantage, tokens.logp))
+    return -weight * advantage * logp, {{"ratio": ratio}}
+'''
+
+
+def rollout_weights(m: Migration, loss: str, low: str, high: str, second: bool) -> None:
     """Sets a policy gradient whose tokens are weighed by their ratio of policy to sampler, by 0 outside of bounds, by
-    their keys. The ratio is that of the policy before an optimizer step, so that there must be one per step."""
-    if updates(m) > 1:
-        why = f"{updates(m)} optimizer steps per batch, each with weights of its own: there is one"
-        m.lacks(loss, why, refuse=True)
+    their keys. With several optimizer steps per batch, or a second weight (second), it is a function in a file."""
+    least, most = max(1 - m.number(low), 0.0), 1 + m.number(high)
+    m.set("algorithm.old_logprobs", "recompute", loss)
+    m.facts["clip"] = f"weights against the sampler of {least:g} to {most:g}, others 0"
+    if second or updates(m) > 1:
+        file = f"{m.name}_loss.py"
+        m.files[file] = LOSS.format(title=m.table.title, low=least, high=most)
+        m.set("algorithm.policy_loss", f"./{file}:weighed", loss, low, high)
         return
     m.set("algorithm.policy_loss", "pg", loss)
     m.set("algorithm.ratio", "token", loss)
-    m.set("algorithm.old_logprobs", "recompute", loss)
     m.set("algorithm.mismatch.correction", "token_mis", loss)
-    m.set("algorithm.mismatch.low", max(1 - m.number(low), 0.0), low)
-    m.set("algorithm.mismatch.cap", 1 + m.number(high), high)
-    bounds = f"{max(1 - m.number(low), 0):g} to {1 + m.number(high):g}"
-    m.facts["clip"] = f"weights against the sampler of {bounds}, others 0"
+    m.set("algorithm.mismatch.low", least, low)
+    m.set("algorithm.mismatch.cap", most, high)
 
 
 def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:

@@ -59,6 +59,7 @@ def mesh(
         m.set("mesh.dp", rest // fsdp, *keys)
 
 
+USUAL = 8  # GPUs of a host
 ENGINES = {  # name -> what it is where it is not vLLM
     "vllm": "",
     "sglang": "SGLang",
@@ -117,11 +118,18 @@ def engine(
             *keys,
         )
         if not host:
-            mine = f"GPUs 0 to {per_node - 1}" if per_node > 1 else "GPU 0"
-            m.needs(
-                f"training has {mine} of every host and vLLM the next {here * tp if here * tp > 1 else 'one'}; where "
-                "hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers"
-            )
+            _of_hosts(m, per_node, here * tp)
+
+
+def _of_hosts(m: Migration, trains: int, samples: int) -> None:
+    """Says which GPUs of a host train and which sample, where the source does not say how many it has. Hosts of USUAL
+    need nothing."""
+    mine, next_ = f"GPUs 0 to {trains - 1}" if trains > 1 else "GPU 0", samples if samples > 1 else "one"
+    text = f"training has {mine} of every host and vLLM the next {next_}"
+    if trains + samples <= USUAL:
+        m.facts["GPUs of a host"] = f"{trains + samples}: {text}"
+        return
+    m.needs(f"{text}; where hosts have fewer, change mesh.roles.policy and rollout.vllm.devices, or name servers")
 
 
 def apart(

@@ -78,21 +78,13 @@ def without(m: Migration) -> None:
             m.mark(key, "inert", "a tower for images, which the model is read without")
 
 
-def settle(m: Migration, key: str) -> None:
-    """Makes a job of images, whose rules have run, one that jaxrl has, or refuses it. key: what names the model."""
+def settle(m: Migration) -> None:
+    """Makes a job of images, whose rules have run, one that jaxrl has."""
     recipe = m.options.get("run.recipe", ("rl", ()))[0]
     squares = SQUARES.fullmatch(_name(m.options["model.path"][0]))
     if m.options.get("data.image_column", ("images",))[0] == "":  # text alone
         if recipe in ("rl", "distill") and not squares:
             _sampler(m, "which has this family with its tower alone")
-        return
-    why = f"jobs of run.recipe={recipe} with images are trained here and not translated yet"
-    why = "" if recipe in ("rl", "sft") else why
-    if m.options.get("algorithm.advantage", ("",))[0] == "gae":
-        why = "critics that see are trained here and not translated yet"
-    if why:
-        m.lacks(key, f"{m.options['model.path'][0]} reads images, and {why}", refuse=True)
-        m.needs_you.clear()
         return
     _of_rows(m)
     for option in [name for name in m.options if PREPROCESSING.fullmatch(name)]:
@@ -104,11 +96,23 @@ def settle(m: Migration, key: str) -> None:
         m.image_tokens = max(min(m.image_tokens, most // 28**2), 1)
     if squares:
         _squares(m)
-        if recipe == "rl":
+        if recipe == "rl" or "rollout.engine" in m.options:
             _sampler(m, "whose image tokens do not see each other on every device")
     m.facts["images"] = f"column {column}; rows without images make it a job of text"
+    _seen_by_others(m)
     if any(option.startswith("env.") for option in m.options):
         _in_turns(m)
+
+
+def _seen_by_others(m: Migration) -> None:
+    """Asks for models beside the policy that see the rows' images, where their names say that they have no tower."""
+    for option, what in (("teacher.path", "a teacher"), ("reward.model.path", "a reward model")):
+        path = m.options.get(option, ("", ()))[0]
+        if path and not has_tower(path):
+            m.needs(
+                f"{option}={path}: {what} of rows with images gets the policy's patches: name one with a tower of the "
+                "policy's family and its tokenizer, or leave the images out with data.image_column=''"
+            )
 
 
 def _in_turns(m: Migration) -> None:

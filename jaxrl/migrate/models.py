@@ -42,7 +42,7 @@ def trained(m: Migration) -> Migration:
     what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)
     key = next((k for k in keys if m.given(k)), None)
     if images.has_tower(path) or "data.image_column" in m.options and not what:
-        images.settle(m, key or "model.path")
+        images.settle(m)
         return m
     images.without(m)
     if what and key:

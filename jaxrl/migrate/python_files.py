@@ -1,12 +1,14 @@
 """Programs in Python as settings: keyword arguments of config classes, read by `ast`; nothing is executed.
 
 Read are literals, names and attributes that one assignment, argparse's or a dataclass's default in the file gives a
-literal, and texts put together of those. Everything else is computed, and asked for.
+literal, texts put together of those, and sums and products of numbers. Branches that such values rule out are not read.
+Everything else is computed, and asked for; so is a key to which two calls give two values.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +19,31 @@ MOST = 1_000_000  # characters of a program
 
 
 class Calls(NamedTuple):
-    """What the reader looks for, of a system.
+    """What the reader looks for, of a system. A class or function is named by its last part, or its last two, and with
+    one of `kinds` before it where it is imported from there (`agentic.GRPOConfig`).
 
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that its
-    presence makes).
-    trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
+    presence makes). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
+    argument that is read elsewhere.
+    trainers: class, or the class that it is derived from -> (command, argument -> key); a key in capitals takes the
+    text of the argument.
     loads: function of a data set -> keys of its positional arguments and keywords.
     flags: classes whose presence says that values come from the command line.
+    asks: class or function whose presence asks for something.
+    tuples: keys whose lists are written as text, as "(2, 4)".
     """
 
-    configs: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]]
+    configs: Mapping[str, tuple[str, Mapping[Any, str | None], Mapping[str, Any]]]
     trainers: Mapping[str, tuple[str, Mapping[str, str]]]
     loads: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]]
     flags: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    asks: Mapping[str, str] = {}
+    tuples: tuple[str, ...] = ()
+
+    def name_in(self, table: Mapping, names: tuple[str, ...]) -> str:
+        """Returns the first of the names that a table has, or ""."""
+        return next((name for name in names if name in table), "")
 
 
 class Computed(Exception):
@@ -39,6 +53,8 @@ class Computed(Exception):
 def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]]:
     """Returns (the command that the program stands for, its settings, what is asked). Raises Unreadable."""
     text = path.read_text("utf-8", errors="replace")
+    if path.suffix == ".ipynb":
+        text = _cells(path, text)
     if len(text) > MOST:
         raise Unreadable(path.name, "", f"is longer than {MOST} characters")
     try:
@@ -48,31 +64,26 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         raise Unreadable(
             f"{path.name}:{getattr(e, 'lineno', None) or 1}", "", f"is no program of Python 3: {e}"
         ) from None
+    nodes = list(_live(tree, _Known(nodes, path.stem)))
     known = _Known(nodes, path.stem)
-    command, settings, asked = "", [], []
+    command, settings, asked, more = "", [], {}, []
     for node in (n for n in nodes if isinstance(n, ast.Call)):
-        name, where = _name(node.func).rpartition(".")[2], f"{path.name}:{node.lineno}"
-        if name in calls.configs:
-            of, renamed, made = calls.configs[name]
-            command = of or command
-            found = [*((key, value, where) for key, value in made.items()), *_keywords(node, known, renamed, where)]
-        elif name in calls.trainers:
-            command = command or calls.trainers[name][0]
-            found = _trainer(node, known, calls.trainers[name][1], where)
-        elif name in calls.loads and not any(s.key in calls.loads[name][0] for s in settings):
-            found = _load(node, known, *calls.loads[name], where)
-        else:
-            continue
+        of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings)
+        command = command if of is None else of or command
         for key, value, place in found:
             if isinstance(value, Computed):
-                asked.append(f"{key}={value} is computed ({place}): give {key}=VALUE after the file")
+                asked.setdefault(key, _asked(key, value, place))
             else:
+                value = str(tuple(value)) if key in calls.tuples and isinstance(value, list) else value
                 settings.append(Setting(key, value, place))
+        more += [calls.asks[name] for name in known.callees(node, calls.kinds) if name in calls.asks]
+    settings, twice = _once(settings)
     names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
         raise Unreadable(path.name, "", "starts no trainer: no config class or trainer is called")
     given = {s.key for s in settings}
-    asked = [text for text in dict.fromkeys(asked) if text.partition("=")[0] not in given]
+    asked = [text for key, text in asked.items() if key not in given]
+    asked = [*asked, *twice, *dict.fromkeys(more)]
     asked += [
         f"{path.name}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, "
         "and name "
@@ -95,13 +106,77 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
     return command, settings, asked
 
 
-def _keywords(node: ast.Call, known: _Known, renamed: Mapping[str, str], where: str) -> Iterator[tuple[str, Any, str]]:
+def _cells(path: Path, text: str) -> str:
+    """Returns the code of a notebook, without the lines of its shell and its magic. Raises Unreadable."""
+    try:
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Unreadable(path.name, "", "is no notebook of Jupyter's format 4") from None
+    code = "\n".join("".join(map(str, source)) if isinstance(source, list) else str(source) for source in cells)
+    return "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in code.split("\n"))
+
+
+def _asked(key: str, value: Computed, place: str) -> str:
+    if key.endswith("**"):
+        return f"{key}={value} is computed ({place}): give what it holds as {key[:-2]}NAME=VALUE after the file"
+    return f"{key}={value} is computed ({place}): give {key}=VALUE after the file"
+
+
+def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
+    """Returns (the command that a call stands for, None where it says none; its keys, values and places)."""
+    names = known.callees(node, calls.kinds)
+    if name := calls.name_in(calls.configs, names):
+        of, renamed, made = calls.configs[name]
+        own = ((key, value, where) for key, value in made.items())
+        return of, [*own, *_keywords(node, known, renamed, calls, where)]
+    if name := calls.name_in(calls.trainers, (*names, *(base for n in names for base in known.bases.get(n, ())))):
+        of, keys = calls.trainers[name]
+        return of if not settings or of else None, list(_trainer(node, known, keys, where))
+    name = calls.name_in(calls.loads, names)
+    if name and not any(s.key in calls.loads[name][0] for s in settings):
+        return None, list(_load(node, known, *calls.loads[name], where))
+    return None, []
+
+
+def _once(settings: list[Setting]) -> tuple[list[Setting], list[str]]:
+    """Returns the settings without those of which several calls give several values, and what is asked of these."""
+    values: dict[str, list[Setting]] = {}
+    for s in settings:
+        if not any(repr(s.value) == repr(other.value) for other in values.setdefault(s.key, [])):
+            values[s.key].append(s)
+    asked = []
+    for key, found in values.items():
+        if len(found) > 1:
+            each = ", ".join(f"{s.value!r} ({s.where})" for s in found[:3])
+            asked.append(f"{key}=... has several values, {each}: give {key}=VALUE after the file")
+    return [found[0] for found in values.values() if len(found) == 1], asked
+
+
+def _keywords(node: ast.Call, known: _Known, renamed: Mapping[Any, str | None], calls: Calls, where: str):
+    """Yields (key, value, place) of a call's arguments, those of a dict after ** among them."""
+    before = renamed.get("") or ""
+    for at, argument in enumerate(node.args):
+        key = renamed.get(at)
+        if key and not _read_itself(argument, known, calls):
+            yield key, known.value(argument), f"{where.partition(':')[0]}:{argument.lineno}"
     for keyword in node.keywords:
         place = f"{where.partition(':')[0]}:{keyword.value.lineno}"
         if keyword.arg is None:
-            yield "**", Computed(_text(keyword.value)), place
-        else:
-            yield renamed.get(keyword.arg, keyword.arg), known.value(keyword.value), place
+            entries = known.entries(keyword.value)
+            if entries is None:
+                yield before + "**", Computed(_text(keyword.value)), place
+            for name, value in entries or ():
+                if (key := renamed.get(name, before + name)) is not None:
+                    yield key, known.value(value), place
+            continue
+        key = renamed.get(keyword.arg, before + keyword.arg)
+        if key is not None and not _read_itself(keyword.value, known, calls):
+            yield key, known.value(keyword.value), place
+
+
+def _read_itself(node: ast.AST, known: _Known, calls: Calls) -> bool:
+    """Whether an argument is a call that has keys of its own."""
+    return isinstance(node, ast.Call) and bool(calls.name_in(calls.configs, known.callees(node, calls.kinds)))
 
 
 def _trainer(node: ast.Call, known: _Known, keys: Mapping[str, str], where: str) -> Iterator[tuple[str, Any, str]]:
@@ -110,17 +185,32 @@ def _trainer(node: ast.Call, known: _Known, keys: Mapping[str, str], where: str)
         if key.isupper():
             yield key.lower(), _text(keyword.value), where
         elif key:
-            value = known.functions(keyword.value) if key == "reward_funcs" else known.value(keyword.value)
-            yield key, value, where
+            functions = key in ("reward_funcs", "reward_functions")
+            yield key, known.functions(keyword.value) if functions else known.value(keyword.value), where
 
 
 def _load(node: ast.Call, known: _Known, places, keywords, where: str) -> Iterator[tuple[str, Any, str]]:
-    for key, argument in zip(places, node.args, strict=False):
+    arguments = [part for a in node.args for part in (known.parts(a.value) if isinstance(a, ast.Starred) else (a,))]
+    for key, argument in zip(places, arguments, strict=False):
         yield key, known.value(argument), where
     for keyword in node.keywords:
         if keyword.arg in keywords:
             value = known.value(keyword.value)
-            yield keywords[keyword.arg], value[0] if isinstance(value, list) and value else value, where
+            key = keywords[keyword.arg]
+            yield key, value[0] if isinstance(value, list) and value and "split" in key else value, where
+
+
+def _live(tree: ast.AST, known: _Known) -> Iterator[ast.AST]:
+    """Yields the nodes of a program, but for those of branches that values known by now rule out."""
+    stack = [tree]
+    while stack:
+        node = stack.pop(0)
+        yield node
+        for name, field in ast.iter_fields(node):
+            if isinstance(node, ast.If) and name in ("body", "orelse"):
+                if known.decided(node.test) not in (None, name == "body"):
+                    continue
+            stack += [n for n in (field if isinstance(field, list) else [field]) if isinstance(n, ast.AST)]
 
 
 class _Known:
@@ -129,19 +219,33 @@ class _Known:
     def __init__(self, nodes: list[ast.AST], module: str):
         self.module, self.names, self.fields, self.local = module, {}, {}, set()
         self.imported: dict[str, str] = {}
+        self.bases: dict[str, list[str]] = {}
         for node in nodes:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 self.names.setdefault(node.targets[0].id, []).append(node.value)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                self._unpacked(node.targets[0], node.value)
             elif isinstance(node, ast.AugAssign | ast.For) and isinstance(node.target, ast.Name):
                 self.names.setdefault(node.target.id, []).extend((node, node))  # not one value
             elif isinstance(node, ast.ClassDef):
                 self._dataclass(node)
+                self.bases[node.name] = [_name(base).rpartition(".")[2] for base in node.bases]
+            elif _changed(node):
+                self.names.setdefault(_changed(node), []).extend((node, node))
             elif isinstance(node, ast.Call) and _name(node.func).endswith("add_argument"):
                 self._argument(node)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.local.add(node.name)
             elif isinstance(node, ast.ImportFrom):
                 self.imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+
+    def _unpacked(self, names: ast.Tuple, value: ast.AST):
+        """Takes a, b = 1, 2; of another value the names have none."""
+        of = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+        for i, name in enumerate(names.elts):
+            if isinstance(name, ast.Name):
+                one = [of[i]] if len(of) == len(names.elts) else [name, name]
+                self.names.setdefault(name.id, []).extend(one)
 
     def _dataclass(self, node: ast.ClassDef):
         for field in node.body:
@@ -183,6 +287,20 @@ class _Known:
             number = self._value(node.operand, depth + 1)
             if isinstance(number, int | float):
                 return -number
+        if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            a, b = self._value(node.left, depth + 1), self._value(node.right, depth + 1)
+            if all(type(x) in (int, float) and abs(x) < MOST**2 for x in (a, b)):
+                return _arithmetic(type(node.op), a, b)
+        if isinstance(node, ast.IfExp) and self.decided(node.test) is not None:
+            return self._value(node.body if self.decided(node.test) else node.orelse, depth + 1)
+        if isinstance(node, ast.Call) and _name(node.func) in ("int", "float") and len(node.args) == 1:
+            number = self._value(node.args[0], depth + 1)
+            if type(number) in (int, float):
+                return int(number) if _name(node.func) == "int" else float(number)
+        if isinstance(node, ast.Subscript):
+            whole, at = self._value(node.value, depth + 1), self._value(node.slice, depth + 1)
+            if isinstance(whole, list) and type(at) is int and -len(whole) <= at < len(whole):
+                return whole[at]
         if isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
             return "".join(str(self._value(p, depth + 1)) for p in parts)
@@ -193,13 +311,56 @@ class _Known:
             found = self.names.get(node.id, []) if named else self.fields.get(node.attr, [])
             if len(found) == 1:
                 return self._value(found[0], depth + 1)
-            if not named and _name(node).startswith("torch."):  # a dtype
+            if not named and _name(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
                 return node.attr
         raise Computed
+
+    def decided(self, test: ast.AST) -> bool | None:
+        """Returns what a condition of literals is; None where it hangs on anything else."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.decided(test.operand)
+            return None if inner is None else not inner
+        try:
+            if isinstance(test, ast.Compare) and len(test.ops) == 1:
+                a, b = self._value(test.left, 0), self._value(test.comparators[0], 0)
+                same = a is b if b is None else a == b
+                kind = type(test.ops[0])
+                return same if kind in (ast.Is, ast.Eq) else not same if kind in (ast.IsNot, ast.NotEq) else None
+            return bool(self._value(test, 0))
+        except (Computed, RecursionError):
+            return None
+
+    def entries(self, node: ast.AST) -> list[tuple[str, ast.AST]] | None:
+        """Returns (name, expression) of a dict that is written once and not changed; None of anything else."""
+        if isinstance(node, ast.Name) and len(self.names.get(node.id, [])) == 1:
+            node = self.names[node.id][0]
+        if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) for k in node.keys):
+            pairs = zip(node.keys, node.values, strict=True)
+            return [(str(k.value), v) for k, v in pairs if isinstance(k, ast.Constant)]
+        return None
+
+    def parts(self, node: ast.AST) -> list[ast.AST]:
+        """Returns the expressions of a list or tuple, itself or by its name; itself where it is none."""
+        if isinstance(node, ast.Name) and len(self.names.get(node.id, [])) == 1:
+            node = self.names[node.id][0]
+        return list(node.elts) if isinstance(node, ast.List | ast.Tuple) else [node]
+
+    def callees(self, node: ast.Call, kinds: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Returns the names of what is called: of a kind, its last two parts, its last one. Of f(g)(x) they are g's."""
+        func = node.func
+        if isinstance(func, ast.Call) and func.args:
+            func = func.args[0]
+        full = _name(func)
+        root, _, rest = full.partition(".")
+        place = self.imported.get(root, root) + ("." + rest if rest else "")
+        last = full.rpartition(".")[2]
+        return (*(f"{kind}.{last}" for kind in kinds if kind in place), ".".join(full.split(".")[-2:]), last)
 
     def functions(self, node: ast.AST) -> Any:
         """Returns names of reward functions: of the library as they are, of the file and of other modules with their
         module."""
+        if isinstance(node, ast.Constant) and node.value is None:
+            return None
         nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         out = []
         for n in nodes:
@@ -213,9 +374,33 @@ class _Known:
                 out.append(place.rpartition(".")[2] if place.startswith("trl.") else place)
             elif isinstance(n, ast.Constant) and isinstance(n.value, str):
                 out.append(n.value)
+            elif isinstance(n, ast.Attribute) and _name(n).partition(".")[0] in self.imported:
+                root, _, rest = _name(n).partition(".")
+                out.append(f"{self.imported[root]}.{rest}")
             else:
                 return Computed(_text(node))
         return next((o for o in out if isinstance(o, Computed)), out)
+
+
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+
+
+def _arithmetic(kind: type, a, b):
+    """Returns what an operation makes of two numbers. Raises Computed where it makes none."""
+    if kind in (ast.Div, ast.FloorDiv, ast.Mod) and not b:
+        raise Computed
+    made = {ast.Add: lambda: a + b, ast.Sub: lambda: a - b, ast.Mult: lambda: a * b, ast.Div: lambda: a / b,
+            ast.FloorDiv: lambda: a // b, ast.Mod: lambda: a % b}
+    return made[kind]()
+
+
+def _changed(node: ast.AST) -> str:
+    """Returns the name whose entries a statement sets (x["a"] = 1, x.update(...)), or ""."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        return _name(node.targets[0].value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("update", "pop"):
+        return _name(node.func.value)
+    return ""
 
 
 def _name(node: ast.AST) -> str:

@@ -27,7 +27,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         merge(settings, YamlReader(notes).file(path))
     elif path.suffix == ".toml":
         merge(settings, read_toml(path))
-    elif path.suffix == ".py" and table.calls:
+    elif path.suffix in (".py", ".ipynb") and table.calls:
         command, found, asked = read_python(path, table.calls)
         merge(settings, found, table.groups)
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):

@@ -194,7 +194,6 @@ TABLE = Table(
             (TRAIN + "save_ckpt_at_exit", "a run that is stopped saves and resumes"), (TRAIN + "signal_to_handle", "SIGTERM and SIGINT stop a run"),
             (TRAIN + "timestamp", "a run is its directory"), (POLICY + "enable_liger_kernel", "logits are never held"),
             (POLICY + "enable_liger_cross_entropy", "logits are never held"), (POLICY + "enable_liger_fused_cross_entropy", "logits are never held"),
-            (P + "enable_dp_load_balancing", "rows are packed by tokens"), (P + "load_balanced_*", "rows are packed by tokens"),
             (P + "dataloader_broadcast", "each process gives its devices their rows"), (P + "dataloader_batch_size", "rows are read by steps"),
             (P + "data_dispatch_as_rank_in_mesh", "each process gives its devices their rows"), (P + "process_shared_prefix", "train.share_prompts"),
             (P + "group_reward_calculation", "a reward function with prompts and completions in the plural takes batches"),
@@ -204,6 +203,9 @@ TABLE = Table(
             (ROLL + "broadcast_all_params", "all weights are published"), (ROLL + "reference_answer_in_local", "rewards have the row's columns"),
             (VALID + "batch_size", "vLLM batches by itself"), ("redis", "no controller, no redis"), ("eth_ips", "no controller"),
             (ROLL + "val_batch_size", "vLLM batches by itself"), (TRAIN + "validation_batch_per_replica", "vLLM batches by itself"))),
+        K(P + "enable_dp_load_balancing", "unsupported", fine=(False,), refuse=True,
+          why="a step has rows until a bound of tokens is reached; here data.prompts_per_step rows"),
+        K(P + "load_balanced_*", "inert", why="read with enable_dp_load_balancing alone"),
         K(POLICY + "aux_loss_coeff", "unsupported", fine=(0, 0.0), why="set train.router_balance by hand: its scale is another"),
         Joint("data", (
             K(P + "dataset.name", "equivalent", other="a/b"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from jaxrl.migrate import common, supervised
+from jaxrl.migrate import common, images, supervised
 from jaxrl.migrate.devices import mesh
 from jaxrl.migrate.systems.roll_layout import (
     ACCUMULATION,
@@ -25,7 +25,10 @@ from jaxrl.migrate.table import Migration
 def lengths(m: Migration):
     sft, key = m.options["run.recipe"][0] == "sft", "sequence_length"
     longest, keys = m.integer(key), (key,)
-    if longest is None and m.integer("response_length"):
+    if _sees(m):  # its pipeline of images pads and bounds rows by this key alone
+        longest, keys = m.integer("prompt_length"), ("prompt_length",)
+        m.mark("sequence_length", "inert", "ROLL's pipeline of images bounds rows by prompt_length")
+    elif longest is None and m.integer("response_length"):
         longest, keys = m.integer("response_length") + m.integer("prompt_length"), ("response_length", "prompt_length")
     if not longest:
         raise m.wrong(key, "a length: ROLL asks for sequence_length or response_length")
@@ -74,8 +77,22 @@ def files(m: Migration):
         )
 
 
+def _sees(m: Migration) -> bool:
+    """Whether the job distils on rows with images: by its command, or the name of its student."""
+    if m.options["run.recipe"][0] != "distill":
+        return False
+    return "distill_vl" in m.command or images.has_tower(m.text("pretrain")) or images.has_tower(m.text(TRAIN + NAME))
+
+
+def _text_alone(m: Migration, key: str):
+    """Has a job of a model with a tower read no images, which this pipeline of ROLL's does not read."""
+    if images.has_tower(m.text("pretrain")) or images.has_tower(m.text(TRAIN + NAME)):
+        m.set("data.image_column", "", key)
+
+
 def sft_data(m: Migration):
     files(m)
+    _text_alone(m, "response_key")
     m.set("data.prompt_column", m.text("prompt_key"), "prompt_key")
     m.set("data.completion_column", m.text("response_key"), "response_key")
     m.set("data.shuffle", False, TRAIN + DATA + "file_name")  # its loader reads the file in order
@@ -86,13 +103,32 @@ def sft_data(m: Migration):
 
 def pair_data(m: Migration):
     files(m)
+    _text_alone(m, "chosen_key")
     m.set("data.prompt_column", "instruction", "chosen_key")
     m.set("data.chosen_column", m.text("chosen_key"), "chosen_key")
     m.set("data.rejected_column", m.text("rejected_key"), "rejected_key")
 
 
+def _pictures(m: Migration):
+    """Rows of ROLL's pipeline of images: its columns and sizes are of its code."""
+    of = TRAIN + DATA + "file_name"
+    for name, value in (("prompt", "problem"), ("completion", "solution"), ("image", "image")):
+        m.set(f"data.{name}_column", value, of)
+    m.set("data.image_min_pixels", 56 * 56, of)
+    m.set("data.image_max_pixels", 1024 * 1024, of)
+    for key in ("question_key", "answer_key", "prompt_key", "system_key"):
+        m.mark(key, "inert", "ROLL's pipeline of images reads the columns problem, solution and image")
+    m.needs(
+        "data.prompt_column: ROLL's pipeline of images puts its own words behind a problem that is text (two blanks, "
+        "Output final answer (number) in <answer> </answer> tags.): write them into the rows"
+    )
+
+
 def distill_data(m: Migration):
     files(m)
+    if _sees(m):
+        _pictures(m)
+        return
     m.set("data.prompt_column", m.text("question_key"), "question_key")
     m.set("data.completion_column", m.text("answer_key"), "answer_key")
     for key in ("prompt_key", "system_key"):
@@ -175,8 +211,12 @@ def distillation(m: Migration):
     m.set("distill.temperature", float(m.number("kd_temperature")), "kd_temperature")
     both = float(m.number("kd_temperature") * m.number("teacher_temperature"))  # the teacher's logits are divided by
     m.set("distill.teacher_temperature", both, "teacher_temperature", "kd_temperature")
-    m.set("distill.on_prompt", m.flag("distill_on_prompt"), "distill_on_prompt")
-    if m.flag("distill_on_prompt") and share < 1:
+    sees = "data.image_column" in m.options
+    on_prompt = m.flag("distill_on_prompt") or sees  # whose labels are all tokens of a row
+    m.set("distill.on_prompt", on_prompt, "distill_on_prompt")
+    if sees:
+        m.differs("the loss is not of image tokens here; there it is")
+    if on_prompt and share < 1:
         m.differs("the likelihood is of completions here; there of prompts, too")
     m.set("reward.functions", (), "kd_objective")
     if top_k:

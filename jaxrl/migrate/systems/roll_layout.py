@@ -240,3 +240,11 @@ def ahead(m: Migration):
         m.differs(
             f"async_generation_ratio={ratio}: completions may be {steps} steps old, of as many as there is room for"
         )
+
+
+def routes(m: Migration):
+    """Sets the sampler's experts in the update (R3), which ROLL replays with Megatron alone."""
+    key = TRAIN + "router_replay.mode"
+    kind = m.choice(key, {"disable": "", "": "", "R3": "sampled"})
+    if kind and m.text(STRATEGY) == "megatron_train":
+        common.sampled_experts(m, key)

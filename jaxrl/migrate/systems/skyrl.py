@@ -32,12 +32,17 @@ JOBS = (
 )
 
 
+BIAS, RATE = MEGATRON + "moe_router_enable_expert_bias", MEGATRON + "transformer_config_kwargs.moe_router_bias_update_rate"
+REPLAYED = {"trainer.strategy": "megatron", MEGATRON + "moe_enable_routing_replay": True, ENGINE + "enable_return_routed_experts": True}
+
 
 def changes_training(policy: str) -> tuple[Key, ...]:
     """Returns the rows of the backends' tables that change what is learnt, below the policy's table."""
     mega, router = policy + "megatron_config.", "set train.router_balance by hand: its scale is another"
     return (
         K(mega + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=router, also=(mega + "transformer_config_kwargs.moe_aux_loss_coeff",)),
+        K(mega + "transformer_config_kwargs.moe_z_loss_coeff", "unsupported", fine=(0, 0.0), why=router.replace("balance", "z")),
+        K(mega + "transformer_config_kwargs.fp8", "unsupported", fine=(False,), why="matrix products in fp8: train.matmul, by hand"),
         K(mega + "freeze_moe_router", "unsupported", fine=(False,), why="name the routers in model.frozen"),
         K(mega + "mtp_num_layers", "unsupported", fine=(0,), why="multi-token prediction is not trained"),
         K(mega + "model_config_kwargs.**", "unsupported", fine=(None, {}), why="write it into model.config", also=(mega + "model_config_kwargs",)),
@@ -200,8 +205,15 @@ TABLE = Table(
               beside={ENGINE + "run_engines_locally": False})), meaning.layout),
         K(ENGINE + "pipeline_parallel_size", "unsupported", fine=(1,), also=(GEN + "inference_engine_pipeline_parallel_size",),
           why="servers split a model by tensor_parallel"),
-        K(ENGINE + "expert_parallel_size", "unsupported", fine=(1,), also=(GEN + "inference_engine_expert_parallel_size",),
-          why="set rollout.vllm.engine_kwargs.enable_expert_parallel by hand"),
+        K(ENGINE + "expert_parallel_size", "equivalent", "rollout.vllm.engine_kwargs.enable_expert_parallel", lambda n: int(n) > 1, other=2,
+          also=(GEN + "inference_engine_expert_parallel_size",)),
+        Joint("routers' bias", (
+            K(BIAS, "equivalent", default=False, other=True, beside={"trainer.strategy": "megatron"}),
+            K(RATE, "equivalent", default=1e-3, other=1e-2, beside={"trainer.strategy": "megatron", BIAS: True})),
+            lambda m: m.text("trainer.strategy") == "megatron" and common.router_bias(m, BIAS, RATE)),
+        Joint("replayed experts", (
+            K(MEGATRON + "moe_enable_routing_replay", "equivalent", default=False, other=True, beside=REPLAYED),
+            K(ENGINE + "enable_return_routed_experts", "equivalent", default=False, other=True, beside=REPLAYED)), meaning.routes),
         Joint("memory", (
             K("trainer.micro_train_batch_size_per_gpu", "equivalent", default=1, other=4),
             K("trainer.micro_forward_batch_size_per_gpu", "equivalent", default=1, other=8),
@@ -280,7 +292,8 @@ TABLE = Table(
           default=Since(("docs", False), ("train-0.3", True), ("0.1", False)), also=(GEN + "enforce_eager",)),
         Joint("further options of vLLM", (K(ENGINE + "engine_init_kwargs.**", "equivalent",
                                             also=(GEN + "engine_init_kwargs.**",)),), meaning.engine_options),
-        K(GEN + "chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
+        Joint("variables of the template", (K(GEN + "chat_template_kwargs.*", "equivalent"),),
+              lambda m: common.template_kwargs(m, GEN + "chat_template_kwargs.*")),
         K(GEN + "chat_template.*", "ask", fine=("name", None), why="name a Jinja file in model.chat_template"),
         K(GEN + "chat_template_kwargs", "automatic", why="empty"),
         K(ENGINE + "speculative_config.**", "unsupported", why="speculative decoding"),

@@ -150,7 +150,8 @@ def loss(m: Migration):
         m.lacks(name, why, refuse=True)
         return
     if kind == "rollout_is":
-        common.rollout_weights(m, name, a + "eps_clip_low", a + "eps_clip_high")
+        second = bool(m.text(a + "off_policy_correction.tis_ratio_type") or m.flag(a + "use_tis"))
+        common.rollout_weights(m, name, a + "eps_clip_low", a + "eps_clip_high", second)
         return reduction(m)
     loss = kind if kind in ("cispo", "sapo", "dppo") else "clip"
     m.set("algorithm.policy_loss", loss, name)
@@ -290,10 +291,9 @@ def mismatch(m: Migration):
         m.set("algorithm.sequence_low", float(m.number(low)), low)
         m.set("algorithm.sequence_high", float(m.number(high)), high)
         m.set("algorithm.old_logprobs", "recompute", o + "sequence_mask_metric")
-    if m.text(ALGO + "policy_loss_type") == "rollout_is":
-        if ratio:
-            m.lacks(o + "tis_ratio_type", "weights beside those of rollout_is", refuse=True)
-    elif ratio in ("token", "sequence"):
+    if "algorithm.mismatch.correction" in m.options:  # the loss rollout_is itself
+        return
+    if ratio in ("token", "sequence"):
         m.set("algorithm.mismatch.correction", f"{ratio}_tis", key)
         m.set("algorithm.mismatch.cap", m.number(cap), cap)
     else:
@@ -448,8 +448,8 @@ def layout(m: Migration):
         urls = [u if "://" in str(u) else f"http://{u}" for u in m.list(ENGINE + "external_server_urls")]
         for option in ("rollout.vllm.devices", "rollout.vllm.replicas", "rollout.placement", "mesh.roles.policy"):
             m.options.pop(option, None)
-        m.set("rollout.servers", tuple(u for u in urls if "$" not in u), ENGINE + "external_server_urls",
-              ENGINE + "run_engines_locally")
+        named = tuple(u for u in urls if "$" not in u and re.fullmatch(r"\w+://[^/:]+.*", u))
+        m.set("rollout.servers", named, ENGINE + "external_server_urls", ENGINE + "run_engines_locally")
         m.needs("rollout.servers: name the servers, started with jaxrl's plugin (docs/guides/vllm.md)")
 
 
@@ -588,3 +588,10 @@ def engine_options(m: Migration):
             common.context(m, int(s.value), "rollout.vllm.max_model_len", prefix + "**")
         else:
             common.engine_kwarg(m, s.key, name, s.value)
+
+
+def routes(m: Migration):
+    """Sets the sampler's experts in the update: both keys turn it on, with Megatron alone."""
+    keys = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"
+    if m.text("trainer.strategy") == "megatron" and all(map(m.flag, keys)):
+        common.sampled_experts(m, *keys)

@@ -6,6 +6,7 @@ process, so that the number of processes must be known. A step is an optimizer s
 
 from __future__ import annotations
 
+from jaxrl.migrate import common
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, Job
 from jaxrl.migrate.python_files import Calls
 from jaxrl.migrate.systems import trl_meaning as meaning
@@ -281,7 +282,8 @@ TABLE = Table(
         K("seed", to="run.seed", default=42, other=7),
         K("data_seed", to="data.seed", other=7),
         K("generation_kwargs.*", "unsupported", why="further sampling parameters"),
-        K("chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
+        Joint("variables of the template", (K("chat_template_kwargs.*", "equivalent"),),
+              lambda m: common.template_kwargs(m, "chat_template_kwargs.*")),
         Joint("turns", (
             K("max_tool_calling_iterations", "equivalent", other=4),
             K("tools", "equivalent", other="[search]"),

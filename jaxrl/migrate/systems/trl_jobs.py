@@ -5,6 +5,7 @@ Read from its code at the tags 0.17.0 to 1.9.0. A step is an optimizer step, the
 
 from __future__ import annotations
 
+from jaxrl.migrate import common
 from jaxrl.migrate.derived import defaults, derived, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import trl_jobs_meaning as meaning
@@ -16,14 +17,15 @@ K = Key
 KTO, CPO = {"desirable_weight": 2.0}, {"cpo_alpha": 0.5, "loss_type": "simpo"}
 EVAL = {"eval_strategy": "steps", "eval_steps": 10}
 TRAINING = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "saving", "model_name_or_path", "model",
-            "trust_remote_code", "gradient_checkpointing", "adapters", "lora_*", "loggers", "seed", "data_seed", "chat_template_kwargs.*",
+            "trust_remote_code", "gradient_checkpointing", "adapters", "lora_*", "loggers", "seed", "data_seed", "variables of the template",
             "load_best_model_at_end", "benchmarks", "callbacks", "model_init_kwargs.**", "length of the run")
 LOG = Joint("log", (K("logging_steps", "equivalent", default=Since(("0.17", 500), ("0.19", 10)), other=5),), meaning.logging)
 NO_LOG = K("logging_steps", "automatic", why="every step is a line of metrics")
 OTHERS = (
     K("neftune_noise_alpha", "unsupported", fine=(0, 0.0), why="no noise is added to embeddings"),
     K("label_smoothing_factor", "unsupported", fine=(0, 0.0), refuse=True, why="the loss has no label smoothing"),
-    K("activation_offloading", "unsupported", fine=(False,), why="set model.remat=offload by hand"),
+    Joint("offloaded activations", (K("activation_offloading", "equivalent", default=False, other=True),),
+          lambda m: common.offloaded(m, "activation_offloading")),
     K("router_aux_loss_coef", "unsupported", default=0.001, fine=(0, 0.0), why="set train.router_balance by hand: its scale is another"),
     K("padding_free", "automatic", why="rows are packed", also=("pad_to_multiple_of", "eval_packing", "packing_strategy", "dataset_batch_size",
                                                               "num_of_sequences", "chars_per_token", "padding_value", "label_pad_token_id")),

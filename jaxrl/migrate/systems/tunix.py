@@ -6,8 +6,9 @@ a command names. A batch is counted in prompts; a step of the trainer is a batch
 
 from __future__ import annotations
 
-from jaxrl.migrate.jobs import SFT, Job
+from jaxrl.migrate.jobs import DISTILL, PREFERENCE, SFT, Job
 from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems.tunix_calls import CALLS
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, CRITIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING, VALUE
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
@@ -32,6 +33,9 @@ def grpo(name: str, default, other, **beside) -> tuple[Key, Key]:
 
 
 JOBS = (
+    Job("preference training by DPOTrainer", PREFERENCE, r"\bdpo_trainer\b"),
+    Job("distillation by DistillationTrainer", DISTILL, r"\bdistillation_trainer\b"),
+    Job("a program in Python", command=r"^tunix program\b", table="tunix_program:PROGRAM"),
     Job(
         "supervised fine-tuning by peft_main",
         SFT,
@@ -98,6 +102,7 @@ TABLE = Table(
     command=r"tunix[./]cli",
     versions=("0.1.6", "0.1.7"),
     jobs=JOBS,
+    calls=CALLS,
     config_words=r"(?:override_config_file=)?((?!(?:\S*/)?base_(?:agentic_)?config\.)[\w./-]+\.ya?ml)",  # those are the defaults here
     required={MODEL + "model_id": "Qwen/Qwen2.5-0.5B"},
     differs=(
@@ -196,6 +201,9 @@ TABLE = Table(
             ),
             meaning.kl,
         ),
+        K(AGENTIC + "overlong_filter", "unsupported", fine=(False,), why="an episode that is cut keeps its reward"),
+        K(AGENTIC + "degenerate_group_masking", "inert", why="groups without advantages add no loss anyway"),
+        K(ROLLOUT + "eos_tokens", "ask", why="model.eos_tokens names the tokens that end a completion"),
         *(K(place + "kl_clamp_value", "unsupported", why="a token's KL is not cut") for place in (GRPO, AGENTIC, PPO)),
         *(
             K(place + name, "unsupported", fine=fine, refuse=True, why="a function of your own: algorithm.policy_loss, algorithm.advantage")

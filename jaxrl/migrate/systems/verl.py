@@ -16,6 +16,7 @@ from jaxrl.migrate.systems import verl_meaning as meaning
 from jaxrl.migrate.systems import verl_turns as turns
 from jaxrl.migrate.systems.verl_engine import ACTOR, MEGATRON, MODEL, REF, ROLLOUT, TRAINER
 from jaxrl.migrate.systems.verl_meaning import ALGO, CORRECTION, CRITIC, DATA, RM, VAL
+from jaxrl.migrate.systems.verl_optimizer import offloaded_state as offloaded
 from jaxrl.migrate.systems.verl_optimizer import optimizer
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
@@ -58,6 +59,46 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
         K(o + "min_lr_factor", "equivalent", default=0.0, other=0.1, beside={**beside, **TITAN}))
 
 
+def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
+    """Returns the rows of entries of Megatron's model that change what is learnt, below an engine's table."""
+    o = engine + "override_transformer_config."
+
+    def also(*names):
+        return tuple(other + "override_transformer_config." + name for other in others for name in names)
+
+    scale = "by hand: its scale is another"
+    return (
+        K(o + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=f"set train.router_balance {scale}", also=also("moe_aux_loss_coeff")),
+        K(o + "moe_z_loss_coeff", "unsupported", fine=(0, 0.0), why=f"set train.router_z {scale}", also=also("moe_z_loss_coeff")),
+        Joint("routers' bias", (
+            K(o + "moe_router_enable_expert_bias", "equivalent", default=False, other=True, also=also("moe_router_enable_expert_bias")),
+            K(o + "moe_router_bias_update_rate", "equivalent", default=1e-3, other=1e-2, also=also("moe_router_bias_update_rate"),
+              beside={o + "moe_router_enable_expert_bias": True})),
+            lambda m: common.router_bias(m, o + "moe_router_enable_expert_bias", o + "moe_router_bias_update_rate")),
+        K(o + "fp8", "unsupported", fine=(False,), why="matrix products in fp8: train.matmul, by hand", also=also("fp8")),
+        K(o + "fp8_recipe", "inert", why="read with fp8 alone", also=also("fp8_recipe")),
+        K(o + "rope_scaling_*", "ask", why="positions are of the model's config.json: write it into model.config",
+          also=(o + "yarn_scaling_factor", *also("rope_scaling_*", "yarn_scaling_factor"))))
+
+
+def overridden(model: str) -> tuple[Key, ...]:
+    """Returns the rows of entries that replace those of the model's config.json."""
+    config, positions, attention = model + "override_config.", "max_position_embeddings", "attn_implementation"
+    return (
+        K(config + positions, to=f"model.config.{positions}", other=32768, also=(config + "model_config." + positions,)),
+        K(config + attention, "automatic", why="attention is the platform's (model.attention)", also=(config + "model_config." + attention,)),
+        K(config + "**", "ask", why="write it into model.config"))
+
+
+def offloaded_state(o: str) -> Joint:
+    """Returns the rule of Megatron's optimizer on the host: where its state lies and its numbers are made."""
+    override = o + "override_optimizer_config."
+    return Joint("offloaded optimizer state", (
+        K(override + "optimizer_cpu_offload", "equivalent", default=False, other=True),
+        K(override + "optimizer_offload_fraction", "equivalent", default=0.0)),
+        lambda m: offloaded(m, override))
+
+
 def optimizer_rest(o: str) -> tuple[Key, ...]:
     """Rows of options of an optimizer that stand alone."""
     return (
@@ -65,6 +106,10 @@ def optimizer_rest(o: str) -> tuple[Key, ...]:
         K(o + "use_precision_aware_optimizer", "unsupported", fine=(False,), why="AdamW's moments are in fp32"),
         K(o + "main_grads_dtype", "inert", why="read with use_precision_aware_optimizer alone",
           also=(o + "exp_avg_dtype", o + "exp_avg_sq_dtype")),
+        K(o + "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d", "automatic", why="XLA overlaps copies",
+          also=(o + "override_optimizer_config.overlap_param_gather", o + "override_optimizer_config.overlap_grad_reduce")),
+        K(o + "override_optimizer_config.use_precision_aware_optimizer", "inert",
+          why="without dtypes of its own (main_grads_dtype, exp_avg_dtype ...) all stay in fp32"),
         K(o + "lr_wsd_*", "inert", why="read with a decay of WSD alone"),
         K(o + "muon_*", "inert", why="read by Muon alone", also=(o + "use_layer_wise_*",)))
 
@@ -178,7 +223,7 @@ TABLE = Table(
         K(ACTOR + "optim.optimizer_impl", "unsupported", fine=("torch.optim",), also=(CRITIC + "optim.optimizer_impl",),
           why="AdamW's moments are in fp32, whatever package it is of"),
         K(CRITIC + "optim.total_training_steps", "automatic", why="schedules know the run's updates"),
-        *optimizer_rest(ACTOR + "optim."), *optimizer_rest(CRITIC + "optim."),
+        offloaded_state(ACTOR + "optim."), *optimizer_rest(ACTOR + "optim."), *optimizer_rest(CRITIC + "optim."),
         K(CRITIC + "optim.**", "unsupported", fine=(None, {}, False, "constant", 0.5), why="an option of its optimizers"),
         K(ACTOR + "optim.**", "unsupported", fine=(None, {}, False, "constant"), why="an option of its optimizers"),
         Joint("layout", (
@@ -208,9 +253,10 @@ TABLE = Table(
             K(ACTOR + "ulysses_sequence_parallel_size", "equivalent", default=1,
               also=(ACTOR + "fsdp_config.ulysses_sequence_parallel_size",)),
             K(ROLLOUT + "name", "equivalent", default="vllm"),
-            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4)), engine.layout),
-        *(K(ROLLOUT + n, "unsupported", fine=(1,), why="servers split a model by tensor_parallel") for n in (
-            "pipeline_model_parallel_size", "expert_parallel_size", "data_parallel_size")),
+            K(ROLLOUT + "tensor_model_parallel_size", "equivalent", default=2, other=4),
+            K(ROLLOUT + "data_parallel_size", "equivalent", default=1, other=2),
+            K(ROLLOUT + "pipeline_model_parallel_size", "equivalent", default=1, other=2),
+            K(ROLLOUT + "expert_parallel_size", "equivalent", default=1, other=2)), engine.layout),
         Joint("memory", (
             K(MICRO, "equivalent", other=4),
             K(ACTOR + "use_dynamic_bsz", "equivalent", default=False, other=True),
@@ -267,7 +313,7 @@ TABLE = Table(
         K(MODEL + "enable_gradient_checkpointing", "equivalent", "model.remat", lambda on: "full" if on else "none", default=True,
           other=False),
         Joint("template", (K(MODEL + "custom_chat_template", "equivalent", other="{{ messages }}"),), meaning.template),
-        K(MODEL + "override_config.**", "ask", why="write it into model.config"),
+        *overridden(MODEL), *megatrons_own(MEGATRON, ACTOR + "mindspeed."),
         Joint("adapters", (
             K(MODEL + "lora_rank", "equivalent", default=0, other=16),
             K(MODEL + "lora_alpha", "equivalent", default=16, other=32, beside=LORA),
@@ -322,9 +368,10 @@ TABLE = Table(
         K(ROLLOUT + "full_determinism", "unsupported", fine=(False,), why="vLLM's batch invariance is a variable in rollout.vllm.env"),
         K(ROLLOUT + "over_sample_rate", "unsupported", fine=(0, 0.0), why="no completion is sampled to be left out"),
         K(ROLLOUT + "nnodes", "inert", why="read by the trainer that samples apart", also=(ROLLOUT + "n_gpus_per_node",)),
-        K(ROLLOUT + "moe_tensor_parallel_size", "unsupported", fine=(1,), why="servers split a model by tensor_parallel"),
+        K(ROLLOUT + "moe_tensor_parallel_size", "automatic", why="read by TensorRT-LLM alone: how a server's GPUs share experts"),
         K(ROLLOUT + "enable_rollout_routing_replay", "inert", why="read with the actor's router_replay alone"),
-        K(DATA + "apply_chat_template_kwargs.*", "ask", why="write it into data.chat_template_kwargs"),
+        Joint("variables of the template", (K(DATA + "apply_chat_template_kwargs.*", "equivalent"),),
+              lambda m: common.template_kwargs(m, DATA + "apply_chat_template_kwargs.*")),
         K(DATA + "custom_cls.path", "unsupported", refuse=True, why="a data set class of its own: write the rows as JSONL or Parquet"),
         K(DATA + "sampler.*", "unsupported", why="a sampler of its own: data.difficulty and data.sources order rows"),
         K(DATA + "datagen.*", "unsupported", refuse=True, why="rows that are made while training"),
@@ -338,11 +385,14 @@ TABLE = Table(
         K(DATA + "image_patch_size", "automatic", why="the checkpoint's", also=(DATA + "return_multi_modal_inputs", DATA + "mm_processor_kwargs")),
         K(DATA + "video_key", "inert", why="videos and sound are not read; rows without them lose nothing", also=(DATA + "audio_key",)),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
+        K(ACTOR + "loss_mode", "unsupported", fine=("vanilla",), refuse=True, why="of its recipe of entropy: actor.policy_loss.loss_mode is read",
+          also=(ACTOR + "clip_cov_ratio", ACTOR + "clip_cov_lb", ACTOR + "clip_cov_ub", ACTOR + "kl_cov_ratio")),
+        K(ROLLOUT + "use_fire_sampling", "unsupported", fine=(False,), refuse=True, why="FIRE's first tokens at another temperature"),
         K(ALGO + "use_pf_ppo", "unsupported", fine=(False,), refuse=True, why="PF-PPO's reweighing of samples"),
         K(ALGO + "pf_ppo.*", "inert", why="read with use_pf_ppo alone"),
         K(ALGO + "gdpo_reward_keys", "inert", why="read by the estimator gdpo alone", also=(ALGO + "gdpo_reward_weights",)),
-        K(ACTOR + "router_replay.mode", "unsupported", fine=("disabled",), why="set algorithm.routes by hand",
-          also=(MEGATRON + "router_replay.mode", ACTOR + "veomni.router_replay.mode")),
+        Joint("replayed experts", (K(ACTOR + "router_replay.mode", "equivalent", default="disabled", other="R3", also=(
+            MEGATRON + "router_replay.mode", ACTOR + "veomni.router_replay.mode")),), engine.routes),
         K(ACTOR + "router_replay.*", "inert", why="read with router_replay.mode alone",
           also=(MEGATRON + "router_replay.*", ACTOR + "veomni.router_replay.*")),
         *(K(place + "qat.enable", "unsupported", fine=(False,), refuse=True, why="training for a quantised model") for place in (
@@ -375,7 +425,8 @@ TABLE = Table(
         K(distill.D + "**", "automatic", why="the teacher reads rows as the reference does"),
         K(MODEL + "mtp.enable", "unsupported", fine=(False,), why="multi-token prediction"),
         K(MODEL + "mtp.*", "inert", why="read with mtp.enable alone"),
-        K(MODEL + "enable_activation_offload", "unsupported", fine=(False,), why="set model.remat=offload by hand"),
+        Joint("offloaded activations", (K(MODEL + "enable_activation_offload", "equivalent", default=False, other=True),),
+              lambda m: common.offloaded(m, MODEL + "enable_activation_offload")),
         K("async_training.**", "unsupported", refuse=True, also=("rollout.**",), why="its fully asynchronous recipe: rollout.max_staleness"),
         K("actor", "unsupported", also=("ref", "critic"), why="a group of configs of its own: the engine's sizes are not read"),
         K("optim.**", "unsupported", refuse=True, also=("model.**", "engine.**", "engine"),

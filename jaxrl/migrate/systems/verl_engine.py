@@ -71,7 +71,7 @@ def layout(m: Migration):
         fsdp=(m.integer(fsdp) or 0) if own else 0,
         gpus=m.gpus,
     )
-    tp = m.integer(ROLLOUT + "tensor_model_parallel_size")
+    tp = _of_a_server(m, per)
     engines = max(m.gpus // tp, 1)
     devices.engine(
         m,
@@ -82,9 +82,32 @@ def layout(m: Migration):
         nodes=max(m.gpus // max(per, 1), 1),
         gpus=m.gpus,
         colocated=True,
-        keys=(ROLLOUT + "tensor_model_parallel_size", TRAINER + "nnodes", TRAINER + "n_gpus_per_node"),
+        keys=(*(ROLLOUT + n for n in OF_A_SERVER), TRAINER + "nnodes", TRAINER + "n_gpus_per_node"),
     )
     _rest(m, place)
+
+
+OF_A_SERVER = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+
+
+def _of_a_server(m: Migration, host: int) -> int:
+    """Returns the GPUs of a server, which it splits by tensors here, whatever of tensors, rows and layers there."""
+    tp, *more = (m.integer(ROLLOUT + name) or 1 for name in OF_A_SERVER)
+    experts, of = ROLLOUT + "expert_parallel_size", ROLLOUT + "data_parallel_size"
+    if (m.integer(experts) or 1) > 1:
+        m.set("rollout.vllm.engine_kwargs.enable_expert_parallel", True, experts)
+    whole = tp * more[0] * more[1]
+    if whole == tp:
+        return tp
+    if whole > host:
+        m.lacks(
+            of if more[0] > 1 else ROLLOUT + "pipeline_model_parallel_size",
+            f"a server of {whole} GPUs lies on several hosts of {host}; servers here lie on one: name servers that you "
+            "start in rollout.servers",
+        )
+        return tp
+    m.differs(f"a server splits its {whole} GPUs by tensors, there {tp} x {more[0]} (data) x {more[1]} (pipeline)")
+    return whole
 
 
 def _rest(m: Migration, place: str):
@@ -137,3 +160,18 @@ def rank(m: Migration) -> str:
     """The key of the adapters' rank: Megatron's engines have a table for them."""
     own = since(m, "0.7") and backend(m) in ("megatron", "mindspeed")
     return MODEL + ("lora.rank" if own else "lora_rank")
+
+
+def routes(m: Migration):
+    """Sets whose experts the update uses: R2 those of the scoring of old log-probs, R3 those of the sampler."""
+    key = ACTOR + "router_replay.mode"
+    kind = m.choice(key, {"disabled": "own", "R2": "scored", "R3": "sampled", "": "own"})
+    if not kind or kind == "own":
+        return
+    if kind == "sampled":
+        common.sampled_experts(m, key)
+    elif m.options.get("algorithm.old_logprobs", ("recompute",))[0] == "rollout":
+        m.lacks(key, "R2 with bypass_mode: no pass scores old log-probs, whose experts would be replayed")
+    else:
+        m.set("algorithm.routes", kind, key)
+        m.set("algorithm.old_logprobs", "recompute", key)

@@ -113,3 +113,10 @@ def _named(m: Migration, o: str, mega: bool, out: dict) -> dict[str, tuple]:
         found["b1"] = (0.9 if mega else 0.0, (key,))
         m.mark(o + "betas", "inert", "of another optimizer")
     return found
+
+
+def offloaded_state(m: Migration, override: str):
+    """Sets Megatron's optimizer on the host, all or a part of it: the same numbers, in another place."""
+    on, share = override + "optimizer_cpu_offload", override + "optimizer_offload_fraction"
+    if m.flag(on) and m.number(share):
+        m.set("optimizer.offload", True, on, share)

@@ -11,7 +11,7 @@ from jaxrl.migrate import common
 from jaxrl.migrate.derived import derived
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import verl_sft_meaning as meaning
-from jaxrl.migrate.systems.verl import TABLE, optimizer_keys, optimizer_rest
+from jaxrl.migrate.systems.verl import TABLE, megatrons_own, offloaded_state, optimizer_keys, optimizer_rest, overridden
 from jaxrl.migrate.systems.verl_engine import SETTING
 from jaxrl.migrate.systems.verl_sft_meaning import DATA, TRAINER
 from jaxrl.migrate.table import Joint, Key, Since
@@ -56,7 +56,7 @@ def trainer(gpus: int, *more: Key | Joint) -> tuple:
                                                                                           DATA + "multiturn.enable_thinking_key")),
         K(DATA + "enable_thinking_default", "unsupported", fine=("none", "None"), why="set data.chat_template_kwargs.enable_thinking by hand"),
         K("model.external_lib", "unsupported", why="models are of jaxrl's families"),
-        K("model.override_config.**", "ask", why="write it into model.config"),
+        *overridden("model."),
         *(K(name, "automatic", why=why, also=also) for name, why, also in (
             ("use_remove_padding", "rows are packed", ("model.use_remove_padding",)),
             ("model.use_liger", "kernels are the platform's", ("model.use_shm", "model.use_fused_kernels", "model.fused_kernel_options.**",
@@ -118,7 +118,7 @@ SFT = derived(TABLE, "sft", (
     Joint("optimizer", (
         K("optim.lr", "equivalent", default=1e-3, other=1e-4),
         *map(_own, optimizer_keys("optim.", {}, "0.5"))), meaning.optimizer),
-    *optimizer_rest("optim."),
+    offloaded_state("optim."), *optimizer_rest("optim."),
     K("optim", "automatic", why="the options below it say what it is", also=("model",)),
     K("optim.num_cycles", "unsupported", fine=(0.5,), why="a cosine falls once"),
     K("optim.optimizer_impl", "unsupported", fine=("torch.optim",), why="AdamW's moments are in fp32, whatever package it is of"),
@@ -130,14 +130,16 @@ SFT = derived(TABLE, "sft", (
     K("engine.dtype", "equivalent", "train.compute_dtype", lambda d: common.DTYPES.get(str(d), str(d)), default="bfloat16", other="float16"),
     K("model.tokenizer_path", to="model.tokenizer", other="a/tokenizer"),
     K("model.hf_config_path", "unsupported", why="a model's config lies in its folder"),
-    K("model.enable_activation_offload", "unsupported", fine=(False,), why="set model.remat=offload by hand"),
     K("model.mtp.enable", "unsupported", fine=(False,), why="multi-token prediction", also=("model.mtp.enable_train",)),
     K("model.mtp.*", "inert", why="read with model.mtp.enable alone"),
     K("model.lora.rank", "unsupported", fine=(0,), why="Megatron's adapters: set lora.rank and lora.targets by hand"),
     K("model.lora.**", "inert", why="read with model.lora.rank alone"),
+    *megatrons_own("engine."),
     K("engine.override_transformer_config.**", "automatic", why="the mesh and XLA decide", also=("engine.override_ddp_config.**", "engine.**")),
     K("engine.qat.enable", "unsupported", fine=(False,), why="training against quantised weights"),
     *trainer(1),
+    Joint("offloaded activations", (K("model.enable_activation_offload", "equivalent", default=False, other=True),),
+          lambda m: common.offloaded(m, "model.enable_activation_offload")),
     K(DATA + "num_workers", to="data.workers", default=8, other=2),
 ), required={}, differs=DIFFERS)
 

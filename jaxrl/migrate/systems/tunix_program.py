@@ -1,0 +1,133 @@
+"""Tunix's programs in Python: the rules of its command line, with the defaults of its classes. See systems/tunix.py.
+
+Read from its code at c7d8950: common/configs.py, rl/grpo/grpo_learner.py, rl/agentic/agentic_grpo_learner.py, rl/ppo/ppo_learner.py, and optax's
+defaults. Rewards and rows are Python there, and asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxrl.migrate import common
+from jaxrl.migrate.derived import defaults
+from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems.tunix import TABLE
+from jaxrl.migrate.systems.tunix_calls import AXES, CLIP, SHAPE
+from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING
+from jaxrl.migrate.table import Joint, Key, Migration
+
+CLASSES = {  # defaults of the classes, where they are not base_config.yaml's
+    MODEL + "model_id": "", "tokenizer_config.tokenizer_path": "", ROLLOUT + "max_prompt_length": 64, ROLLOUT + "total_generation_steps": 64,
+    ROLLOUT + "top_k": None, GRPO + "beta": 0.04, PPO + "beta": 0.04, "batch_size": None, "reward_functions": None, "data_source": "",
+    "dataset_name": "", SHAPE: "(1,)", AXES: "('fsdp',)", TRAINING + "max_steps": None, TRAINING + "eval_every_n_steps": None,
+    OPT + "schedule_type": "", OPT + "learning_rate": None, OPT + "peak_value": None, OPT + "warmup_steps": None, OPT + "decay_steps": None,
+    OPT + "b2": 0.999, OPT + "weight_decay": 1e-4, TRAINING + "checkpoint_root_directory": "",
+    TRAINING + "checkpointing_options.save_interval_steps": None, TRAINING + "checkpointing_options.max_to_keep": None,
+}
+
+
+def model(m: Migration):
+    """The model, or that of the tokenizer where no call names it."""
+    key, tokenizer = MODEL + "model_id", "tokenizer_config.tokenizer_path"
+    path = m.text(key) or m.text(ROLLOUT + "rollout_vllm_model_version") or m.text(tokenizer)
+    m.set("run.seed", 0, MODEL + "rng_seed")
+    if not path:
+        m.needs(f"model.path: give {key}=NAME after the file")
+        return
+    m.set("model.path", path, key, ROLLOUT + "rollout_vllm_model_version", tokenizer)
+    if not m.given(key):
+        m.needs(f"model.path={path}: the program names it for its sampler or tokenizer; name another one if it trains another")
+    if m.given(tokenizer) and m.text(tokenizer) != path:
+        m.set("model.tokenizer", m.text(tokenizer), tokenizer)
+
+
+def batch(m: Migration):
+    if m["batch_size"] is not None:
+        meaning.batch(m)
+        return
+    own, size = meaning.algorithm(m), TRAINING + "mini_batch_size"
+    m.needs("data.prompts_per_step: the prompts of a batch of the program's rows: give batch_size=N after the file")
+    group = own + "num_generations" if own != PPO else own + "num_iterations"
+    common.batch(m, m.integer(size) or 1, m.integer(group) if own != PPO else 1, (size,), group)
+    m.set("algorithm.ppo_epochs", m.integer(own + "num_iterations"), own + "num_iterations")
+    m.set("algorithm.num_minibatches", 1, size)
+    meaning.unread(m, "num_generations", "num_iterations")
+
+
+def data(m: Migration):
+    path = m.text("data_directory")
+    if path:
+        common.data_files(m, [path], "data_directory")
+    m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file")
+    if m.text(AGENTIC + "system_prompt"):
+        m.set("data.system_prompt", m.text(AGENTIC + "system_prompt"), AGENTIC + "system_prompt")
+    if m.text("train_split") not in ("", "train"):
+        m.set("data.split", m.text("train_split"), "train_split")
+    rewards = [str(name) for name in m.list("reward_functions")]
+    if rewards or not m.text("env_class_path"):
+        named = ", ".join(rewards) or "the program's reward"
+        common.reward_stub(m, named, f"{m.name}.py: {named}", "reward_functions")
+
+
+def run(m: Migration):
+    key, every = TRAINING + "max_steps", TRAINING + "eval_every_n_steps"
+    m.set("train.steps", m.integer(key) or 1, key)
+    if not m.integer(key):
+        m.needs("train.steps: max_steps is not set: the rows' batches times epochs")
+    m.set("eval.every_steps", 0, every)
+    m.set("eval.after", False, every)
+    if m.integer(every):
+        m.needs(f"eval.sets and eval.every_steps={m.integer(every)}: name the rows that the program hands its learner for evaluation, if it does")
+
+
+def optimizer(m: Migration):
+    if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value")):
+        m.needs("optimizer.lr: no learning rate of optax is found: give "
+                f"{OPT}learning_rate=RATE after the file")
+        for name in ("b1", "b2", "weight_decay"):
+            m.set(f"optimizer.{name}", float(m.number(OPT + name)), OPT + name)
+        m.set("optimizer.schedule", "constant", OPT + "schedule_type")
+    else:
+        meaning.optimizer(m)
+        m.options.pop("optimizer.max_grad_norm")
+    m.set("optimizer.eps", float(m.number(OPT + "eps")), OPT + "eps")
+    m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP)
+
+
+def dtypes(m: Migration):
+    """The actor's dtype is what its weights are read in; a model's config may compute in another."""
+    key = ACTOR + "load_dtype"
+    found = common.DTYPES.get(m.text(key), "")
+    m.set("train.param_dtype", found or "fp32", key)
+    m.set("train.compute_dtype", "bf16", MODEL + "dtype")
+    m.set("rollout.dtype", "bf16", MODEL + "dtype")
+    m.needs("train.param_dtype, train.compute_dtype: the program's models say in which dtype weights are kept and computed; "
+            f"here {found or 'fp32'} and bf16")
+
+
+OWN = {"model": model, "batch": batch, "data": data, "length of the run": run, "optimizer": optimizer, "dtypes": dtypes}
+
+
+def _rule(rule: Key | Joint) -> Key | Joint:
+    if not isinstance(rule, Joint):
+        return rule
+    rate = {OPT + "learning_rate": 1e-6}
+    more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate), Key(OPT + "eps", "equivalent", default=1e-8, other=1e-6, beside=rate)),
+            "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"),)}
+    return replace(rule, keys=rule.keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
+
+
+VLLM = ("server_mode", "async_scheduling", "hbm_utilization", "max_num_seqs", "max_num_batched_tokens", "tpu_backend_type",
+        "init_with_random_weights", "reshard_chunk_size", "enable_dp_attention", "server_mode_submission_threshold",
+        "server_mode_submission_timeout_s", "swap_space_size_gb")
+SGLANG = ("model_version", "mem_fraction_static", "init_with_random_weights", "disable_radix_cache", "enable_deterministic_sampling",
+          "chunked_prefill_size", "max_running_requests", "page_size", "use_sort_for_toppk_minp", "context_length", "precompile_token_paddings",
+          "precompile_bs_paddings", "enable_static_lora", "enable_single_process")
+MORE = (
+    Key(ROLLOUT + "kv_cache_size", "automatic", why="the cache holds prompt and completion", also=(
+        *(f"{ROLLOUT}rollout_vllm_{name}" for name in VLLM), *(f"{ROLLOUT}rollout_sglang_jax_{name}" for name in SGLANG))),
+    Key(ROLLOUT + "rollout_vllm_sampling_kwargs.*", "ask", why="options of sampling: rollout.stop, rollout.top_p and their like"),
+    Key(AGENTIC + "filter_statuses", "inert", why="read with overlong_filter alone"),
+)
+PROGRAM = replace(TABLE, job="program", jobs=(), differs=TABLE.differs[1:], required={},
+                  rules=(*MORE, *map(_rule, defaults(TABLE.rules, CLASSES))))
