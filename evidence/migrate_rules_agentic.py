@@ -91,7 +91,7 @@ def _schedule_of_tunix(get, o: str, steps) -> dict:
 def _optimizer_of_tunix(get, o: str, c, of: str, steps) -> dict:
     """AdamW of optax with the keys that its function takes: of max_grad_norm it knows nothing, and nothing else clips."""
     theirs = _schedule_of_tunix(get, o, steps)
-    ours = {"learning rate": c.lr, "schedule": c.schedule, "warm-up": c.warmup_steps, "warm-up from": c.warmup_start if c.warmup_steps else 0.0,
+    ours = {"learning rate": c.lr, "schedule": c.schedule, "warm-up": c.warmup_steps, "warm-up from": c.warmup_start if c.warmup_steps or c.warmup_fraction else 0.0,
             "decay": c.decay_steps, "floor": c.floor if c.schedule != "constant" else 0.0}
     if c.warmup_fraction:  # of a run whose length is not known
         ours["warm-up"], theirs["warm-up"] = c.warmup_fraction, 0.1
@@ -151,7 +151,11 @@ def tunix(k, c, version: str) -> dict:
     updates = most or batches and int(batches * (get("num_train_epochs") or 1) * (get("train_fraction") or 0.8))
     each = prompts // mini * passes
     # Rollouts of a mini-batch are drawn when it is its turn (rl_learner._run_global_step), with the weights as they are then where actor
-    # and rollout share a mesh: such a mini-batch is a step of its own.
+    # and rollout share them, as vanilla does on one mesh: such a mini-batch is a step of its own. A run ends with the step in which so
+    # many updates are reached; an agentic one after so many steps.
+    shared = mode != "agentic_grpo" and get("rollout_engine") == "vanilla" and (
+        first or get("rollout_model_config.same_mesh_as") == "actor" or "rollout_model_config.mesh" in k.keys)
+    each = passes if shared else each
     a = c.algorithm
     beta = 0.04 if get(g + "beta") is None else get(g + "beta")
     kind = (get(g + "kl_method") or "low_var_kl") if ppo else "low_var_kl" if first else get(g + "kl_loss_mode") or "kl"
@@ -168,7 +172,8 @@ def tunix(k, c, version: str) -> dict:
         "longest completion": (c.rollout.max_new_tokens, get("rollout_config.total_generation_steps")),
         "sampling": ((c.rollout.temperature, c.rollout.top_p, c.rollout.top_k),
                      (get("rollout_config.temperature"), get("rollout_config.top_p") or 1.0, get("rollout_config.top_k") or -1)),
-        "temperature of the loss": (a.temperature or c.rollout.temperature, c.rollout.temperature if ppo or not first else 1.0),
+        "temperature of the loss": (a.temperature or c.rollout.temperature,  # beside the sampler's log-probs the report says it
+                                    c.rollout.temperature if ppo or not first or a.old_logprobs == "rollout" else 1.0),
         "clip": ((a.policy_loss, a.clip_low, a.clip_high), ("clip", low, high)),
         "dual clip": (a.dual_clip, get(g + "epsilon_c") or 0.0),
         "ratio": (a.ratio, "sequence_token" if get(g + "loss_algo") == "gspo-token" else "token"),
@@ -179,7 +184,8 @@ def tunix(k, c, version: str) -> dict:
     if not updates:  # what the rows decide: passes over them
         rows["length"] = ((c.train.steps or None, c.data.epochs), (None, get("num_train_epochs") or 1))
     else:
-        rows["updates"] = (c.train.steps * a.num_minibatches * a.ppo_epochs, math.ceil(updates / passes) * passes * (each if mode == "agentic_grpo" else 1))
+        rows["updates"] = (c.train.steps * a.num_minibatches * a.ppo_epochs, updates * each if mode == "agentic_grpo" else math.ceil(updates / each) * each)
+        rows["mini-batches"] = (a.num_minibatches, 1 if shared else prompts / mini)
     if ppo:
         rows |= {
             "advantage": ((a.advantage, a.whiten, a.gamma, a.lam), ("gae", True, get(g + "gamma"), get(g + "gae_lambda"))),
@@ -205,7 +211,8 @@ def tunix(k, c, version: str) -> dict:
     if (dtype := _dtype_of_tunix(get, model, version)) is not None:
         rows["dtype"] = (c.train.compute_dtype, dtype)
     if get(t + "checkpoint_root_directory"):
-        rows["checkpoints"] = (c.checkpoint.every_steps * a.num_minibatches * a.ppo_epochs, get(t + "checkpointing_options.save_interval_steps") or 0)
+        interval = get(t + "checkpointing_options.save_interval_steps") or 0  # in updates
+        rows["checkpoints"] = (c.checkpoint.every_steps, max(round(interval / (a.num_minibatches * a.ppo_epochs)), 1) if interval else 0)
     if get("dataset_name") == "gsm8k" and get("data_source") != "local":
         rows["rows"] = ((c.data.path, c.data.prompt_column, c.data.answer_pattern), (("openai/gsm8k",), "question", "#### (.*)"))
     rows |= _optimizer_of_tunix(get, t + "actor_optimizer_config.", c.optimizer, "policy", updates)
@@ -294,10 +301,11 @@ def _rows_of(path) -> dict:
     return count
 
 
-def _optimizer_of_roll(get, role: str, o, of: str) -> dict:
+def _optimizer_of_roll(get, role: str, o, of: str, version: str) -> dict:
     t, strategy = role + "training_args.", str(get(role + "strategy_args.strategy_name") or "")
     kind = get(t + "lr_scheduler_type") or "linear"
-    warm, share = get(t + "warmup_steps") or 0, get(t + "warmup_ratio") or 0.0
+    warm, share = get(t + "warmup_steps") or 0, get(t + "warmup_ratio")
+    share = (0.03 if version < "0.1.1" else 0.0) if share is None else share
     shape = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind)
     if kind == "constant" and "megatron" not in strategy:
         warm, share = 0, 0.0  # transformers' get_scheduler("constant") has none; Megatron's scheduler does
@@ -359,7 +367,7 @@ def _advantage_of_roll(get, c, version: str) -> dict:
     rows = {"whitened": (a.whiten, bool(get("whiten_advantages")))}
     clip = get("advantage_clip")
     rows["advantages' clip"] = ((a.advantage_low, a.advantage_high), (-clip, clip) if clip is not None else (None, None))
-    inside = get("add_token_level_kl") or version < "0.1.3" and a.kl.coef
+    inside = (get("add_token_level_kl") or version < "0.1.3") and get("init_kl_coef") != 0
     if kind == "gae":
         rows["estimator"] = ((a.advantage, a.gamma, a.lam), ("gae", gamma, 0.95 if get("lambd") is None else get("lambd")))
     elif kind == "gigpo":
@@ -367,7 +375,7 @@ def _advantage_of_roll(get, c, version: str) -> dict:
         shares = [1.0 if get(n) is None else get(n) for n in ("step_reward_weight", "episode_reward_weight")]
         rows["estimator"] = ((a.advantage, a.turn_gamma, a.anchor_coef), ("gigpo", gamma, shares[0] / shares[1]))
     elif kind in ("grpo", "reinforce") and gamma == 1 and not inside:
-        rows["estimator"] = (a.advantage, "outcome")
+        rows["estimator"] = (a.advantage in ("outcome", "returns"), True)  # the same without a KL
     elif kind in ("grpo", "reinforce"):  # what remains from a token on
         rows["estimator"] = ((a.advantage, a.gamma), ("returns", gamma))
     elif kind == "agentic_reinforce" and gamma == 1:
@@ -426,13 +434,13 @@ def roll_agentic(k, c, version: str) -> dict:
         "model": (c.model.path, os.path.expandvars(str(get("pretrain")))),
         "seed": (c.run.seed, 42 if get("seed") is None else get("seed")),
         "checkpoints": (c.checkpoint.every_steps, get("save_steps") or 50),
-        "dtype": (c.train.compute_dtype, get("actor_train.model_args.dtype") or "bf16"),
+        "dtype": (c.train.compute_dtype, get("actor_train.model_args.dtype") or "bf16") if "fsdp2" not in strategy else (0, 0),  # its own there
         "rows by tag": (tuple(sorted(_rows_of(c.data.path[0]))), tuple(sorted(tags))),
     }
     if not by_step and (get("batch_adjust_mode") or "copy") == "copy":  # too few sequences are filled up with copies
         rows["optimizer steps"] = (a.num_minibatches, max(1, math.ceil(n / update)))
     ratio, train, infer = (get(name) for name in ("async_generation_ratio", "actor_train.device_mapping", "actor_infer.device_mapping"))
-    if not ratio or not _devices(train) & _devices(infer):  # on shared GPUs the report says what becomes of it
+    if not ratio or train and infer and not _devices(train) & _devices(infer):  # on shared GPUs the report says what becomes of it
         rows["staleness"] = (c.rollout.max_staleness, math.ceil(ratio or 0))
     parts = _numbers(get("train_env_manager.num_groups_partition") or [128])
     count = _rows_of(c.data.path[0])
@@ -451,7 +459,7 @@ def roll_agentic(k, c, version: str) -> dict:
         rows["adapters"] = ((c.lora.rank, c.lora.alpha), (rank, get("actor_train.model_args.lora_alpha") or 2 * rank))
     else:
         rows["adapters"] = (c.lora.rank, 0)
-    rows |= _optimizer_of_roll(get, "actor_train.", c.optimizer, "policy")
+    rows |= _optimizer_of_roll(get, "actor_train.", c.optimizer, "policy", version)
     rows |= _loss_of_roll(get, c, version, micro, update if n >= update else n)
     rows |= _kl_of_roll(get, c, version)
     return rows | _advantage_of_roll(get, c, version)
