@@ -9,10 +9,11 @@ never committed here (licences, size). For every config:
     outcome        full, partial or refused (exit 0 or 3); unreadable (2) only for those of UNREADABLE, with their reason
     keys           every key of the source stands in the report exactly once. What the source's keys are an independent reader
                    says: bash itself, which runs the script in a sandbox without commands (bubblewrap, no network, an empty
-                   PATH; every command only prints its words), and PyYAML for files of YAML, tomllib for those of TOML
+                   PATH; every command but awk, which some compute with, only prints its words), and PyYAML for files of YAML, tomllib for those of TOML
     meaning        sequences per step, optimizer steps, learning rate, clips, KL, lengths, sampling, staleness, groups and
                    evaluation of the config that was written are what migrate_rules.py says, which was written down from the
-                   sources' code and reads the independent reader's keys, not the tables
+                   sources' code and reads the independent reader's keys, not the tables; of Tunix and ROLL's agentic pipeline what
+                   migrate_rules_agentic.py says, with the files below which a job's keys lie
     checks         the config passes jaxrl's own checks, for run.mode=plan where plans count what it has
     plan           with --plan (quickest where libtpu is not installed): the printed command that plans, with a folder that has nothing but
                    the config.json of the model that the source names (SHAPES, as published; --config.model.path is the only thing
@@ -33,6 +34,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,9 +51,9 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from common import RESULTS, commit, record, table  # noqa: E402
 from migrate_rules import RULES, Keys, images  # noqa: E402
+from migrate_rules_agentic import AGENTIC, agentic_keys, tunix, tunix_keys  # noqa: E402
 from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
-from migrate_rules_tunix import tunix  # noqa: E402
 from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
@@ -171,8 +173,54 @@ CORPUS = {
             "32b-p-fsdp2-tp4-r-tp4-pp1-dapo", "3b-p-fsdp1-tp1-r-tp1-pp1-grpo-aipo", "7b-p-fsdp2-tp2-r-tp2-pp1-grpo-fp8", "7b-pp2-tp2-sft")]),
     ],
 }
+DRAWN = {  # at random (random.Random(45)) from tags and from twelve commits of each repository, by the author of migrate_rules_agentic.py
+    "tunix": [
+        ("791d90c3", "0.1.6", ("sft/mtnt/run_qwen2.5_0.5b.sh",)),
+        ("a52883ea", "0.1.6", ("sft/mtnt/run_qwen2.5_0.5b.sh", "sft/mtnt/configs/gemma2_2b.yaml", "rl/grpo/gsm8k/configs/gemma2_2b.yaml",)),
+        ("d2b22f6c", "0.1.6", ("rl/grpo/gsm8k/run_llama3.2_8b.sh",)),
+        ("e55ea3a4", "0.1.6", ("rl/grpo/gsm8k/run_gemma3_1b.sh", "rl/grpo/gsm8k/run_qwen3.sh",)),
+        ("v0.1.0", "0.1.6", ("sft/mtnt/run_llama3.2_3b.sh",)),
+        ("v0.1.6", "0.1.6", ("sft/mtnt/run_gemma2_2b.sh",)),
+        ("56aa1f7f", "0.1.7", ("rl/grpo/gsm8k/run_gemma3_12b.sh", "rl/grpo/gsm8k/run_qwen3_8b_disagg_maxtext.sh",
+            "rl/grpo/gsm8k/run_gemma3_1b.sh", "deepscaler/run_deepscaler_disagg_v5p16.sh", "sft/mtnt/run_gemma3_4b.sh",)),
+        ("5dfd94f7", "0.1.7", ("sft/mtnt/run_gemma_2b.sh", "rl/ppo/gsm8k/configs/llama3.1_8b.yaml",)),
+        ("e7286a20", "0.1.7", ("rl/ppo/gsm8k/run_qwen3_1.7b.sh",)),
+        ("e7895739", "0.1.7", ("rl/grpo/gsm8k/run_qwen3.sh", "rl/grpo/gsm8k/run_gemma_7b.sh", "rl/ppo/gsm8k/run_gemma2_2b.sh",
+            "rl/ppo/gsm8k/configs/gemma2_2b.yaml", "rl/ppo/gsm8k/configs/gemma3_1b.yaml",)),
+        ("ec38e053", "0.1.7", ("rl/grpo/gsm8k/run_llama3.2_1b.sh",)),
+        ("v0.1.7", "0.1.7", ("deepswe/run_deepswe_disagg_v5p_32.sh", "rl/grpo/gsm8k/configs/llama3.2_1b.yaml",
+            "rl/grpo/gsm8k/run_qwen3_simplereward.sh",)),
+    ],
+    "roll": [
+        ("6a49f4f0", "0.1.0", ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_async_16gpus.yaml",
+            "qwen2.5-vl-3B-agentic/agentic_val_sokoban_async_16gpus.yaml",)),
+        ("beec1842", "0.1.0", ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_async.yaml",)),
+        ("e4d047c9", "0.1.0", ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_gigpo.yaml",)),
+        ("f0b7f91c", "0.1.0", ("qwen3_agentic_gem/gem_math_dapo_python_code.yaml", "qwen2.5-0.5B-agentic/agentic_val_sokoban.yaml",
+            "qwen3_agentic_gem/gem_math_hotpotqa.yaml",)),
+        ("f7456479", "0.1.0", ("qwen2.5-0.5B-agentic_ds/agentic_val_sokoban.yaml",)),
+        ("v0.1.0", "0.1.0", ("agentic_demo/agent_val_frozen_lake_multi_nodes_demo.yaml",)),
+        ("5d92cc0f", "0.1.1", ("qwen3_agentic_gem/gem_math_hotpotqa.yaml", "qwen3_agentic_gem/gem_rg_letter_counting.yaml",
+            "qwen2.5-7B-agentic_megatron/agentic_val_webshop_gigpo.yaml", "agentic_demo/agent_val_frozen_lake_single_node_demo.yaml",)),
+        ("94258f86", "0.1.1", ("agentic_demo/agent_val_frozen_lake_single_node_demo.yaml", "qwen2.5-0.5B-agentic/agent_val_frozen_lake.yaml",)),
+        ("v0.1.1", "0.1.1", ("qwen3_agentic_gem/gem_rg_letter_counting.yaml", "qwen2.5-0.5B-agentic/agentic_rollout_sokoban.yaml",)),
+        ("v0.1.3", "0.1.3", ("qwen3_agentic_gem/gem_math_hotpotqa_search.yaml", "qwen2.5-0.5B-agentic/agent_val_frozen_lake_amd.yaml",
+            "agentic_demo/agent_val_sokoban_sandbox.yaml",)),
+        ("53c6da31", "0.2.0", ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_async.yaml", "qwen2.5-vl-3B-agentic/agentic_val_sokoban.yaml",)),
+        ("v0.2.0", "0.2.0", ("qwen2.5-0.5B-agentic/agentic_val_sokoban_lora.yaml", "qwen2.5-0.5B-agentic/agent_val_frozen_lake.yaml",)),
+        ("e91f69e3", "0.2.1", ("qwen2.5-0.5B-agentic/agentic_val_sokoban_dynamic_batching.yaml",
+            "qwen3-30BA3B-agentic_fsdp2/agentic_val_sokoban_30a3.yaml", "agentic_deepeyes/deepeyes.yaml",)),
+        ("v0.2.1", "0.2.1", ("qwen2.5-0.5B-agentic/agentic_val_sokoban_sandbox.yaml",
+            "qwen2.5-7B-agentic_megatron/agentic_val_webshop_gigpo.yaml",)),
+        ("v0.3.0", "0.3.0", ("qwen2.5-0.5B-agentic/agent_val_frozen_lake_gigpo.yaml", "agentic_demo/agent_val_rock_swe.yaml",
+            "agentic_demo/agent_val_sokoban_sandbox.yaml",)),
+    ],
+}
+for _system, _entries in DRAWN.items():
+    _repository = CORPUS[_system][0][0]
+    CORPUS[_system] += [(_repository, at, version, [f"examples/{n}" for n in names]) for at, version, names in _entries]
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
-UNREADABLE: dict[str, str] = {}
+UNREADABLE = {"agentic_val_sokoban_async_16gpus.yaml": "no key max_actions_per_traj is set"}  # nor in the files that it includes
 
 # config.json by the name of the checkpoint, as its owners published it
 _QWEN7 = {**QWEN, "vocab_size": 152064, "tie_word_embeddings": False}
@@ -300,6 +348,9 @@ exec 3>&1
 command_not_found_handle() { printf '%s\0' "$@" >&3; printf '\1' >&3; }
 python() { [ "$1" != -c ] && command_not_found_handle python "$@"; }  # a probe of a package fails
 python3() { [ "$1" != -c ] && command_not_found_handle python3 "$@"; }
+awk() { "$AWK" "$@"; }
+set() { :; }
+dirname() { echo "${1%/*}"; }
 uv() { command_not_found_handle uv "$@"; }
 bash() { shift 0; case "$1" in *.sh) source "$@";; *) command_not_found_handle bash "$@";; esac; }
 HOME='$HOME'; PWD='$PWD'; set +e; PATH=/none
@@ -314,7 +365,8 @@ def keys_of_script(path: Path, root: Path) -> dict[str, str]:
     """Keys and texts of the command with most `a.b=c`, as bash expands its words; under MODULE the module that it runs."""
     box = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr", "--ro-bind", str(root), str(root), "--tmpfs", "/tmp2",
            *(x for d in ("/lib", "/lib64", "/bin") if Path(d).exists() for x in ("--ro-bind", d, d)), "--proc", "/proc", "--dev", "/dev",
-           "--clearenv", "--setenv", "SCRIPT", str(path), "--setenv", "PATH", "/none", "--chdir", str(root), "/bin/bash", "-c", BASH]
+           "--clearenv", "--setenv", "SCRIPT", str(path), "--setenv", "PATH", "/none", "--setenv", "AWK",
+           os.path.realpath(shutil.which("awk") or "/usr/bin/awk"), "--chdir", str(root), "/bin/bash", "-c", BASH]
     done = subprocess.run(box, capture_output=True, timeout=20)
     best: dict[str, str] = {}
     for one in done.stdout.split(b"\1"):
@@ -384,11 +436,12 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
         os.chdir(out)
         try:
             config = load_config(report["config"])
-            rules = JOBS.get((system, report["job"])) if report["job"] else (RULES | {"tunix": tunix})[system]
+            rules = (JOBS | AGENTIC).get((system, report["job"])) if report["job"] else (RULES | {"tunix": tunix})[system]
+            whole = tunix_keys(mine, root) if rules is tunix else agentic_keys(file) if rules in AGENTIC.values() else mine
             wrong += differ(images(system, Keys(mine), config, version))
             wrong += [f"by other rules: {text}" for text in differ(seen(system, Keys(mine), config, version, report, out))]
             if rules:  # of Cosmos-RL's other jobs there are none yet
-                wrong += differ(rules(Keys(mine), config, version))
+                wrong += differ(rules(Keys(whole), config, version))
             report["model"] = config.model.path
             config.log.wandb = False
             if any(text.startswith("model.chat_template") for text in report["needs_you"]):  # a file of the source's own

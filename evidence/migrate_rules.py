@@ -98,7 +98,7 @@ def images(system: str, k: Keys, c, version: str) -> dict:
     if system == "rlinf":  # data/datasets/vlm/base.py
         out["column"] = (c.data.image_column, (k.raw("data.image_keys") or ["images"])[0])
         out["chat"] = (c.data.chat, "auto" if k("data.use_chat_template") else "false")
-    if system == "roll" and c.run.recipe == "rl":  # datasets/vlm_dataset_utils.py, configs/data_args.py
+    if system == "roll" and c.run.recipe == "rl" and not c.env.function:  # datasets/vlm_dataset_utils.py, configs/data_args.py; RLVR's
         d = "actor_train.data_args.image_"
         out["pixels"] = ((c.data.image_min_pixels, c.data.image_max_pixels), (
             k(d + "min_pixels", default=4 * 28 * 28), k(d + "max_pixels", default=4096 * 4096)))

@@ -106,6 +106,8 @@ def test_the_stub_plays_an_environment_as_roll_does(tmp_path, managers):
         "Box: {", f"Box: {{env_manager_cls: roll.{managers}, ")
     if managers.startswith("Step"):
         text = text.replace("Turn {turn_idx}: {observation}, {actions_left} left", "{env_instruction} {current_step}: {current_observation}")
+        assert written(tmp_path, text)[1]["outcome"] == "refused"  # grpo over steps, each scored by its own reward
+        text = text.replace("adv_estimator: grpo", "adv_estimator: gigpo")
     _, report, out = written(tmp_path, text)
     space: dict = {}
     exec((out / "lake_env.py").read_text() + WORLD, space)
@@ -118,6 +120,47 @@ def test_the_stub_plays_an_environment_as_roll_does(tmp_path, managers):
         assert chat.sent == [[("system", "Play."), ("user", "Walk. 1: start")], [], []] and chat.states == ["start", "at 1", "at 2"]
         assert chat.rewritten == [[("system", "Play."), ("user", f"Walk. {n}: at {n - 1}")] for n in (2, 3)]
         assert any("each step of an episode is a sample there" in e["why"] for e in report["lacks"])
+
+
+def test_a_score_that_is_returned_token_by_token_stands_on_the_last_token(tmp_path):
+    """ROLL puts an episode's whole score on its last token; rewards of turns would come off what remains from later turns on."""
+    import asyncio
+
+    text = CONFIG.replace("adv_estimator: grpo", "adv_estimator: grpo\nadd_token_level_kl: true\ninit_kl_coef: 0.1")
+    _, report, out = written(tmp_path, text)
+    assert load_config(str(out / "lake.py")).algorithm.advantage == "returns"
+    space: dict = {}
+    exec((out / "lake_env.py").read_text() + WORLD, space)
+    chat, task = _Chat(), type("Task", (), {"row": {"tag": "Lake"}, "seed": 7, "prompt": ""})
+    assert asyncio.run(space["episode"](task, chat)) == 0.75 and chat.rewards == []
+
+
+def test_the_first_versions_have_a_kl_and_a_penalty_of_their_own():
+    """0.1.0 and 0.1.1 subtract init_kl_coef times the KL from rewards, whatever add_token_level_kl says; 0.1.0 reads the turns of an
+    environment's own options, and adds a penalty."""
+    early = {**GROUPED, "adv_estimator": "grpo", "custom_envs.SimpleSokoban.env_config.max_steps": 6, "train_env_manager.format_penalty": -0.1}
+    m = migrated("roll/agentic", early, "0.1.0")
+    v = values(m)
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.placement"], v["algorithm.kl.estimator"], v["algorithm.advantage"]) == (0.2, "reward", "k1", "returns")
+    assert v["env.max_turns"] == 6 and "'max_steps': 6" in m.files["job_env.py"] and any("format_penalty" in text for text in m.needs_you)
+    later = migrated("roll/agentic", early, "0.1.3")
+    assert values(later)["algorithm.kl.coef"] == 0.0 and not any("format_penalty" in text for text in later.needs_you)
+    assert any("trains nothing" in text for text in later.needs_you)  # without actor_train
+
+
+def test_a_sum_over_completions_is_divided_by_tokens_alone():
+    """seq-mean-token-sum-norm: sums over sequence_length - 1; of a micro-batch before 0.2, of all completions of an update since."""
+    sums = {**GROUPED, "adv_estimator": "grpo", "loss_agg_mode": "seq-mean-token-sum-norm", "actor_train.device_mapping": "list(range(0,8))",
+            "actor_train.training_args.per_device_train_batch_size": 2, "actor_train.training_args.gradient_accumulation_steps": 2}
+    for version, divisor in (("0.1.3", 899 / 2), ("0.3.0", 899 / 32)):
+        assert values(migrated("roll/agentic", sums, version))["algorithm.aggregation_constant"] == divisor
+
+
+@pytest.mark.parametrize("key", ["train_env_manager.token_budget", "val_env_manager.whiten_advantages", "actor_train.data_args.num_env_groups",
+                                 "actor_infer.grouping", "checkpoint_config.num_env_groups", "actor_infer.strategy_args.group_size"])
+def test_a_table_of_an_environment_manager_is_not_anybodys(key):
+    m = migrated("roll/agentic", {**GROUPED, key: 3})
+    assert [s.key for s, _ in m.unknown] == [key]
 
 
 def test_pictures_of_an_environment_stand_between_its_texts(tmp_path):

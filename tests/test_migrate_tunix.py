@@ -52,7 +52,7 @@ def test_a_script_its_file_and_base_config_are_layers(tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert command.main(["tunix", str(tmp_path / "examples" / "run.sh"), f"--out={out}"]) == 0
     report, c = json.loads((out / "report.json").read_text()), load_config(str(out / "run.py"))
-    assert (c.data.prompts_per_step, c.rollout.group_size, c.algorithm.num_minibatches, c.train.steps) == (8, 4, 2, 40)
+    assert (c.data.prompts_per_step, c.rollout.group_size, c.algorithm.num_minibatches, c.train.steps) == (8, 4, 2, 20)  # 40 updates
     assert (c.optimizer.lr, c.optimizer.warmup_steps, c.optimizer.decay_steps, c.optimizer.max_grad_norm) == (3e-6, 4, 36, 0.0)
     assert (c.optimizer.weight_decay, c.optimizer.b2) == (1e-4, 0.999)  # the table replaces base_config.yaml's
     assert (c.mesh.tp, c.lora.rank, c.lora.targets) == (4, 8, ("q_proj", "k_proj", "v_proj"))
@@ -90,6 +90,64 @@ def test_agents_are_episodes_and_a_mesh_of_the_rollouts_own_a_role():
     v = values(m)
     assert v["env.max_turns"] == 8 and "WRITE HERE" in m.files["job_env.py"] and v["algorithm.old_logprobs"] == "rollout"
     assert (v["mesh.roles.policy"], v["mesh.roles.sampler"]) == ({"devices": "0-3"}, {"devices": "4-5"})
+
+
+OPT = "rl_training_config.actor_optimizer_config."
+NAMES = ("lr", "schedule", "warmup_steps", "warmup_fraction", "warmup_start", "decay_steps", "floor")
+
+
+@pytest.mark.parametrize("keys, want", [
+    ({"schedule_type": "cosine_decay_schedule", "init_value": 1e-6, "decay_steps": 90, "alpha": 0.1}, (1e-6, "cosine", 0, 0, 0, 90, 0.1)),
+    ({"schedule_type": "linear_schedule", "init_value": 2e-6, "end_value": 1e-6, "transition_steps": 30}, (2e-6, "linear", 0, 0, 0, 30, 0.5)),
+    ({"schedule_type": "warmup_constant_schedule", "init_value": 1e-6, "peak_value": 4e-6, "warmup_steps": 7}, (4e-6, "constant", 7, 0, 0.25, 0, 0)),
+    ({"schedule_type": "constant_schedule", "value": 3e-6, "peak_value": 9e-6}, (3e-6, "constant", 0, 0, 0, 0, 0)),
+    ({"learning_rate": 5e-6}, (5e-6, "constant", 0, 0, 0, 0, 0)),
+    ({"schedule_type": "warmup_cosine_decay_schedule", "peak_value": 3e-6}, (3e-6, "cosine", 0, 0.1, 0, 0, 0))])
+def test_schedules_of_optax(keys, want):
+    """Each function of optax takes its own keys; without max_steps the rows decide how long a run is."""
+    m = migrated("tunix", {"model_config.model_id": "a/b", "num_train_epochs": 2, **{OPT + k: v for k, v in keys.items()}})
+    v = values(m)
+    defaults = {"warmup_fraction": 0.0, "warmup_start": 0.0, "decay_steps": 0, "floor": 0.0}
+    assert tuple(v.get(f"optimizer.{n}", defaults.get(n)) for n in NAMES) == want
+    assert v["data.epochs"] == 2 and "train.steps" not in v and m.outcome(False) != "refused"
+
+
+def test_a_schedule_or_a_rate_that_tunix_would_not_start_with_is_refused():
+    for keys in ({"schedule_type": "exponential_decay", "init_value": 1e-6}, {"schedule_type": "constant_schedule", "peak_value": 1e-6},
+                 {"schedule_type": "warmup_cosine_decay_schedule", "peak_value": 1e-6, "warmup_steps": 9, "decay_steps": 8}):
+        assert migrated("tunix", {"model_config.model_id": "a/b", **{OPT + k: v for k, v in keys.items()}}).outcome(False) == "refused"
+
+
+def test_max_steps_counts_updates_and_mini_batches_are_sampled_in_turn():
+    base = {"model_config.model_id": "a/b", "batch_size": 16, "rl_training_config.max_steps": 60, "grpo_config.num_generations": 4,
+            "rl_training_config.checkpointing_options.save_interval_steps": 12}
+    v = values(migrated("tunix", {**base, "grpo_config.num_iterations": 3}))
+    assert (v["train.steps"], v["algorithm.ppo_epochs"], v["checkpoint.every_steps"]) == (20, 3, 4)
+    split = {**base, "rl_training_config.mini_batch_size": 4}
+    names = ("data.prompts_per_step", "algorithm.num_minibatches", "train.steps")
+    apart = values(migrated("tunix", {**split, "rollout_model_config.mesh.shape": "(4,1)"}))
+    assert tuple(apart[n] for n in names) == (16, 4, 15)
+    together = migrated("tunix", {**split, "rollout_model_config.mesh": None, "rollout_model_config.same_mesh_as": "actor"})
+    assert tuple(values(together)[n] for n in names) == (4, 1, 60) and together.facts["sequences per step"] == 16
+    agents = values(migrated("tunix", {**split, "training_mode": "agentic_grpo", "rollout_config.return_logprobs": True}))
+    assert tuple(agents[n] for n in names) == (16, 4, 60)  # whose steps are counted
+    rows = {k: v for k, v in base.items() if "max_steps" not in k}
+    assert values(migrated("tunix", {**rows, "num_batches": 50, "num_train_epochs": 2, "train_fraction": 0.5}))["train.steps"] == 50
+
+
+@pytest.mark.parametrize("model, version, dtype", [
+    ("Qwen/Qwen3-1.7B", "0.1.7", "fp32"), ("Qwen/Qwen3-1.7B", "0.1.6", "bf16"), ("google/gemma-4-e2b", "0.1.7", "fp32"),
+    ("google/gemma-3-1b-it", "0.1.7", "bf16"), ("meta-llama/Llama-3.1-8B", "0.1.7", "bf16")])
+def test_a_models_config_has_a_dtype_of_its_own(model, version, dtype):
+    m = migrated("tunix", {"model_config.model_id": model}, version)
+    v = values(m)
+    assert v["train.compute_dtype"] == dtype and (v.get("run.matmul_precision") == "default") == (dtype == "fp32")
+    assert values(migrated("tunix", {"model_config.model_id": model, "model_config.dtype": "bfloat16"}, version))["train.compute_dtype"] == "bf16"
+
+
+def test_the_loss_of_0_1_6_does_not_divide_logits():
+    assert values(migrated("tunix", {"model_config.model_id": "a/b"}, "0.1.6"))["algorithm.temperature"] == 1.0
+    assert "algorithm.temperature" not in values(migrated("tunix", {"model_config.model_id": "a/b"}))
 
 
 @pytest.mark.parametrize("text, want", [

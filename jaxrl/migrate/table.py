@@ -18,7 +18,7 @@ from jaxrl.migrate.jobs import Job, job_of, pattern_of
 from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
-ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
+ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_(?!manager)|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
 MISSING = object()  # a key without which the source does not run
 
 
@@ -244,6 +244,8 @@ class Migration:
             return ""
         if unset[1].isupper():
             return f"; the variable {unset[1]} is not set here: give {unset[1]}=VALUE"
+        if not self.command:
+            return f"; no key {unset[1]} is set: give {unset[1]}=VALUE"
         decides = next((note.rpartition(UNDECIDED)[2] for note in self.notes if UNDECIDED in note), "NAME=VALUE")
         return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
@@ -357,7 +359,8 @@ class Migration:
                 name = next((k.name for k in keys if self.given(k.name)), keys[0].name)
                 given = self.all(name)
                 value = self[name] if "*" not in name else given[-1].value if given else None
-                raise Unreadable(self.where(name), name, f"{_short(value)} cannot be what it should be ({e})") from None
+                why = f"{_short(value)} cannot be what it should be ({e})"
+                raise Unreadable(self.where(name), name, why + self._unset(value)) from None
         self._check()
         return self
 

@@ -47,20 +47,25 @@ def make(env_type, config):
 
 
 async def episode(task, chat):
-    """One trajectory of the environment that the row's tag names, by the group's seed. Scored by the sum of rewards."""
+    """One trajectory of the environment that the row's tag names, by the group's seed. Scored by the sum of
+    rewards{whose}."""
     said = ENVS[task.row["tag"]]
     env = make(said["env_type"], said["config"])
     observation, info = env.reset(seed=task.seed % 2**31)
-    instruction, suffix, tool = info.get("env_instruction", ""), info.get("suffix", ""), False
+    instruction, suffix, tool{zero} = info.get("env_instruction", ""), info.get("suffix", ""), False{nought}
     for step in range(said["max_steps"]):
 {messages}
         turn = await chat.send(messages, max_tokens=said["max_tokens"])
         observation, reward, ended, _, info = env.step(turn.text)
-        chat.reward(float(reward))
+        {count}
         tool, suffix = info.get("use_tool", False), info.get("suffix", "")
         if ended:
             break
-'''
+{total}'''
+BY_TURN = {"whose": ", each that of its turn", "zero": "", "nought": "", "count": "chat.reward(float(reward))", "total": ""}
+AT_THE_END = {  # ROLL puts the whole score on an episode's last token: what remains from a turn on does not lack earlier turns'
+    "whose": ", all on its last token", "zero": ", total", "nought": ", 0.0", "count": "total += float(reward)",
+    "total": "    return total\n"}
 TURNS = """        text = said["template"].format(
             observation=observation, suffix=suffix, turn_idx=step + 1, actions_left=said["max_steps"] - step,
             max_response_length=said["max_tokens"])
@@ -104,6 +109,12 @@ def table_of(m: Migration, tag: str) -> dict[Any, Any]:
                 at = at.setdefault(name, {})
             at[leaf] = str(s.value) if isinstance(s.value, float) and not math.isfinite(s.value) else s.value
     return _numbered(out)
+
+
+def turns_of(table: dict) -> Any:
+    """Returns the turns of an entry of custom_envs: ROLL 0.1.0 reads those of the environment's own options."""
+    own = table.get("env_config")
+    return table.get("max_steps") or (own.get("max_steps") if isinstance(own, dict) else None)
 
 
 def _numbered(table):
@@ -252,8 +263,9 @@ def loss(m: Migration):
         )
     if m.options.get("algorithm.aggregation", ("",))[0] == "constant":
         whole = m.facts[EPISODE]
-        m.options["algorithm.aggregation_constant"] = (whole - 1, ("loss_agg_mode", "sequence_length"))
-        m.facts["Dr.GRPO's constant"] = whole - 1
+        constant = roll_meaning.divisor(m, whole - 1)
+        m.options["algorithm.aggregation_constant"] = (constant, ("loss_agg_mode", "sequence_length"))
+        m.facts["Dr.GRPO's constant"] = constant
 
 
 def sampling(m: Migration):
@@ -320,7 +332,7 @@ def environments(m: Migration):
     evaluated = tags(m, VAL) if m.integer("eval_steps") > 0 else []
     found: dict[str, dict] = {tag: table_of(m, tag) for tag in [*tags(m, ENV), *evaluated]}
     named = {str(t.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2] for t in found.values()}
-    turns = [t["max_steps"] for t in found.values() if isinstance(t.get("max_steps"), int)]
+    turns = [n for t in found.values() if isinstance(n := turns_of(t), int)]
     places = list(found)
     used = sorted(
         (s for s in m.all("custom_envs.**") if s.key.split(".")[1] in found),
@@ -350,6 +362,26 @@ def environments(m: Migration):
         for option, name in (("max", "max_pixels"), ("min", "min_pixels")) if pictured else ():
             key = TRAIN + "model_args." + name
             m.set(f"data.image_{option}_pixels", m.integer(key), key)
+    penalty = ENV + "format_penalty"
+    if m.version == "0.1.0" and m.number(penalty):
+        m.mark(penalty, "ask", "a part of the score")
+        m.needs(
+            f"{penalty}={m[penalty]}: ROLL 0.1.0 adds it to the score for every turn without a valid action: do so in "
+            f"{m.name}_env.py"
+        )
+    if not any(key.startswith(TRAIN) for key in m.singles):
+        m.needs(
+            "actor_train is not set, so that this file trains nothing there (start_agentic_rollout_pipeline.py): to "
+            "play episodes without training, run.mode=eval"
+        )
+    estimator = m.text("adv_estimator")
+    if named & STEPS and estimator in ("grpo", "reinforce", "gae", "agentic_reinforce"):
+        m.lacks(
+            "adv_estimator",
+            f"{estimator} beside {', '.join(sorted(named & STEPS))}: each step is scored by its own reward there, here "
+            "by the episode's; there are gigpo and algorithm.advantage=turn",
+            refuse=True,
+        )
     if named & STEPS:
         m.lacks(
             TRAIN + ARGS + "gradient_accumulation_steps"
@@ -373,7 +405,7 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
     envs = {
         tag: {
             "env_type": str(t.get("env_type") or tag),
-            "max_steps": t.get("max_steps") or m.options.get("env.max_turns", (8,))[0],
+            "max_steps": turns_of(t) or m.options.get("env.max_turns", (8,))[0],
             "max_tokens": t.get("max_tokens_per_step") or 0,
             "system": t.get("agent_system_template") or "",
             **(
@@ -387,4 +419,5 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
     }
     text = ascii(what).strip("'").replace('"', "").replace("\\", "/")
     literal = pprint.pformat(envs, width=112, sort_dicts=False)
-    return STUB.format(what=text[:80], envs=literal, messages=messages)
+    late = messages != STEP and m.options.get("algorithm.advantage", ("",))[0] in ("returns", "gae")
+    return STUB.format(what=text[:80], envs=literal, messages=messages, **(AT_THE_END if late else BY_TURN))

@@ -142,8 +142,7 @@ def advantage(m: Migration):
 def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, tuple[str, ...]], group: int):
     """Sets the advantage of an estimator, gae or reinforce's kin, of rewards that are brought to norms (mean, std) by
     their keys."""
-    kl = m.flag("add_token_level_kl")
-    kind = "gae" if name == "gae" else "returns" if kl or m.number("gamma") != 1 else "outcome"
+    kind = "gae" if name == "gae" else "returns" if kl_in_reward(m) or m.number("gamma") != 1 else "outcome"
     m.set("algorithm.advantage", kind, "adv_estimator", "add_token_level_kl", "gamma")
     for option, value in norms.items():
         if name == "gae":
@@ -262,12 +261,8 @@ def loss(m: Migration, ratio_key: str = "importance_sampling"):
         m.set("algorithm.aggregation", kind, "loss_agg_mode")
     if kind == "constant":
         total = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0] - 1
-        m.set("algorithm.aggregation_constant", total, "loss_agg_mode", *LENGTHS)
-        m.facts["Dr.GRPO's constant"] = total
-        m.differs(
-            "ROLL's seq-mean-token-sum-norm adds up the completions, not divided by their number; here it is the mean, "
-            "as Dr.GRPO has it: its learning rate may have to be that much larger"
-        )
+        m.set("algorithm.aggregation_constant", divisor(m, total), "loss_agg_mode", *LENGTHS)
+        m.facts["Dr.GRPO's constant"] = m.options["algorithm.aggregation_constant"][0]
     ratio = m.choice(ratio_key, {"token": "token", "seq": "sequence"})
     clip, wide = m.number("pg_clip"), m.flag("use_pg_clip_range")
     low = m.number("pg_clip_low") if wide else clip
@@ -308,9 +303,26 @@ def loss(m: Migration, ratio_key: str = "importance_sampling"):
     m.set("algorithm.entropy_coef", m.number("entropy_loss_coef"), "entropy_loss_coef")
 
 
+def divisor(m: Migration, tokens: int) -> float:
+    """Returns what a completion's sum is divided by so that the loss is ROLL's: its seq-mean-token-sum-norm divides the
+    sum over all completions by `tokens` alone, not by their number. Before 0.2.0 that is the loss of a micro-batch, of
+    which the mean is taken; since then it is the sum over those of an optimizer step."""
+    versions, batch = m.table.versions, m.facts.get("sequences per step", 1)
+    if versions.index(m.version) < versions.index("0.2.0"):
+        return tokens / max(m.integer(PER_DEVICE), 1)
+    return tokens / max(batch // m.options.get("algorithm.num_minibatches", (1,))[0], 1)
+
+
+def kl_in_reward(m: Migration) -> bool:
+    """Whether a KL is subtracted from every token's reward. The agentic pipeline of 0.1.0 and 0.1.1 does so whatever
+    add_token_level_kl says."""
+    always = m.table.job == "agentic" and m.version in ("0.1.0", "0.1.1")
+    return bool(m.number("init_kl_coef")) if always else m.flag("add_token_level_kl")
+
+
 def kl(m: Migration):
     """k3 in the loss where use_kl_loss has a coefficient, which is 0 unless it is set; or in the reward."""
-    in_loss, in_reward = m.flag("use_kl_loss"), m.flag("add_token_level_kl")
+    in_loss, in_reward = m.flag("use_kl_loss"), kl_in_reward(m)
     coef, reward = (m.number("kl_loss_coef") if in_loss else 0.0), (m.number("init_kl_coef") if in_reward else 0.0)
     if coef and reward:
         m.lacks("add_token_level_kl", "the KL is in the loss or in the reward, not in both", refuse=True)

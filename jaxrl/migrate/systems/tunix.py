@@ -15,6 +15,8 @@ from jaxrl.migrate.table import Joint, Key, Since, Table
 K = Key
 ON_PPO, TWO = {PPO + "gae_lambda": 0.9}, {"batch_size": 16}
 COSINE, DRAWN = "warmup_cosine_decay_schedule", {ROLLOUT + "return_logprobs": True}
+FALL = {OPT + "schedule_type": "cosine_decay_schedule", OPT + "init_value": 2e-5, OPT + "decay_steps": 100}
+LINE = {OPT + "schedule_type": "linear_schedule", OPT + "init_value": 2e-5, OPT + "transition_steps": 40}
 LORA, FAR = (
     {ACTOR + "lora_config.rank": 16},
     {OPT + "schedule_type": COSINE, OPT + "peak_value": 2e-5, OPT + "decay_steps": 100, OPT + "warmup_steps": 5},
@@ -277,7 +279,12 @@ TABLE = Table(
                     ("weight_decay", 0.1, 0.01, {}),
                     ("warmup_steps", 5, 7, FAR),
                     ("decay_steps", 10, 50, FAR),
-                    ("value", 1e-5, None, {}),
+                    ("eps", None, 1e-6, {}),
+                    ("value", 1e-5, 2e-6, {OPT + "schedule_type": "constant_schedule"}),
+                    ("alpha", None, 0.1, FALL),
+                    ("transition_steps", None, 50, LINE),
+                    ("transition_begin", None, None, {}),
+                    ("exponent", None, None, {}),
                 )
             ),
             meaning.optimizer,
@@ -296,8 +303,8 @@ TABLE = Table(
                     ("b1", 0.8),
                     ("b2", 0.95),
                     ("weight_decay", 0.01),
-                    ("warmup_steps", None),
-                    ("decay_steps", None),
+                    *((n, None) for n in ("warmup_steps", "decay_steps", "eps", "value", "alpha")),
+                    *((n, None) for n in ("transition_steps", "transition_begin", "exponent")),
                 )
             ),
             meaning.critics_optimizer,
@@ -357,7 +364,13 @@ TABLE = Table(
         K(MODEL + "lora_config", "inert", why="empty", also=(ACTOR + "lora_config", CRITIC + "lora_config")),
         Joint("recomputation", (K(MODEL + "remat_config", "equivalent", other=3), K(ACTOR + "remat_config", "equivalent")), meaning.remat),
         Joint(
-            "dtypes", (K(MODEL + "dtype", "equivalent", default="bfloat16"), K(ACTOR + "load_dtype", "equivalent", other="float32")), meaning.dtypes
+            "dtypes",
+            (
+                K(MODEL + "dtype", "equivalent", other="float32"),
+                K(ACTOR + "dtype", "equivalent"),
+                K(ACTOR + "load_dtype", "equivalent", other="float32"),
+            ),
+            meaning.dtypes,
         ),
         Joint(
             "memory",

@@ -82,7 +82,7 @@ def owner(m: Migration, name: str) -> str:
     return ACTOR + name if own is not None and own != m.default(MODEL + name) else MODEL + name
 
 
-OPTAX = {"b1": 0.9, "b2": 0.999, "weight_decay": 1e-4, "end_value": 0.0}  # what AdamW and its schedule take unset
+OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value": 0.0, "alpha": 0.0}  # what optax takes unset
 
 
 def rate(m: Migration, place: str, name: str):
@@ -128,10 +128,22 @@ def batch(m: Migration):
     common.minibatches(
         m, "algorithm.num_minibatches", prompts, size, epochs, "batch_size", TRAINING + "mini_batch_size"
     )
+    if size and size < prompts and not prompts % size and own != AGENTIC and shares_weights(m):
+        m.set_again("data.prompts_per_step", size)
+        m.set_again("algorithm.num_minibatches", 1)
+        m.facts |= {"prompts per step": size, "sequences per step": m.facts["sequences per step"] * size // prompts,
+                    "optimizer steps per step": epochs}
+        m.mark("batch_size", "equivalent", "Tunix samples a mini-batch when it is its turn, by the weights of that time")
     if epochs > 1 and size and size < prompts:
         m.differs("Tunix repeats each mini-batch before the next one; here the batch is gone through as often")
     unread(m, "num_generations", "num_iterations")
     m.mark("training_mode", "automatic", f"{own.strip('.')} is read")
+
+
+def shares_weights(m: Migration) -> bool:
+    """Whether the sampler reads the actor's own weights: of the vanilla engine, on the actor's mesh."""
+    near = m.version == "0.1.6" or m.text("rollout_model_config.same_mesh_as") == "actor"
+    return m.text("rollout_engine") == "vanilla" and (near or m.given("rollout_model_config.mesh"))
 
 
 def advantage(m: Migration):
@@ -167,6 +179,8 @@ AGGREGATIONS = {
     "token-mean": "token_mean",
     "sequence-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
+    "sequence-mean-token-sum-norm": "sequence_sum",  # by the rows of the batch
+    "sequence-mean-token-scale": "constant",  # by the longest completion that may be sampled
 }
 
 
@@ -254,6 +268,8 @@ def sampling(m: Migration):
     m.facts["sampling"] = (
         f"temperature {m[ROLLOUT + 'temperature']}, top_p {m[ROLLOUT + 'top_p']}, top_k {m[ROLLOUT + 'top_k']}"
     )
+    if algorithm(m) == GRPO and m.version == "0.1.6":  # whose loss does not divide logits
+        common.temperatures(m, 1.0, m.number(ROLLOUT + "temperature"), ROLLOUT + "temperature")
     if algorithm(m) == PPO and m.number(ROLLOUT + "temperature") != 1:
         m.differs(
             "Tunix's PPO takes the loss's log-probs at temperature 1 and the old ones at the sampler's; here both are "
@@ -307,60 +323,114 @@ def data(m: Migration):
         )
 
 
-def run(m: Migration):
+def whole_updates(m: Migration) -> int:
+    """Returns the optimizer steps of a run: max_steps, else those of the batches; 0 where the rows decide."""
     key = TRAINING + "max_steps"
-    steps = m.integer(key) if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles) else 0
-    m.set("train.steps", steps or 1, key)
-    if not steps:
-        m.needs("train.steps: max_steps is 0: batches of an epoch times epochs, which the rows decide")
-    m.mark("num_batches", "automatic", "max_steps ends the run")
-    m.mark("num_train_epochs", "automatic", "max_steps ends the run")
-    m.mark("train_fraction", "automatic", "max_steps ends the run")
+    own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
+    if own and (steps := m.integer(key)):
+        return steps
+    share = m.number("train_fraction") or 0.8
+    return int((m.integer("num_batches") or 0) * (m.integer("num_train_epochs") or 1) * share)
+
+
+def run(m: Migration):
+    """max_steps counts optimizer steps and is looked at after a step; the agentic learner counts steps."""
+    key, whole, epochs = TRAINING + "max_steps", whole_updates(m), m.integer("num_train_epochs") or 1
+    each = 1 if algorithm(m) == AGENTIC else common.updates(m)
+    if whole:
+        m.set("train.steps", -(-whole // each), key, "num_batches", "num_train_epochs", "train_fraction")
+    else:
+        m.set("data.epochs", epochs, "num_train_epochs")
+        m.facts["passes over the rows"] = epochs
+    limit = m.integer("num_batches") or 0
+    share = m.number("train_fraction") or 0.8
+    if epochs > 1 and whole and limit:
+        m.set("data.max_rows", int(limit * m.integer("batch_size") * share), "num_batches", "batch_size", "train_fraction")
+    elif not whole and share < 1:
+        m.needs(
+            f"data.max_rows: Tunix trains on the first {share:g} of the rows alone (train_fraction): set their number"
+        )
+    if m.given(key) and whole:
+        for name in ("num_batches", "num_train_epochs", "train_fraction"):
+            m.mark(name, "automatic", "max_steps ends the run")
     common.triggers(m, "eval.every_steps", 0, TRAINING + "eval_every_n_steps", "num_test_batches")
     m.set("eval.after", False, TRAINING + "eval_every_n_steps")
     m.facts["evaluation"] = "none: its command line hands the trainer no held-out rows"
 
 
+PEAKS = {  # optax's schedules that are read -> the key of the highest rate
+    "": "learning_rate",
+    "constant_schedule": "value",
+    "warmup_constant_schedule": "peak_value",
+    "warmup_cosine_decay_schedule": "peak_value",
+    "cosine_decay_schedule": "init_value",
+    "linear_schedule": "init_value",
+}
+
+
 def _rate(m: Migration, place: str) -> dict[str, tuple]:
     """Returns option -> (value, its keys) of an optimizer's table."""
-    kind = rate(m, place, "schedule_type") or ""
-    peak = rate(m, place, "peak_value" if kind else "learning_rate")
-    if peak is None:
-        m.needs(f"optimizer.lr: {place}{'peak_value' if kind else 'learning_rate'} is not set")
+    kind = str(rate(m, place, "schedule_type") or "")
+    key = place + PEAKS.get(kind, "peak_value")
+    peak = rate(m, place, PEAKS.get(kind, "peak_value"))
+    if kind not in PEAKS:
+        m.lacks(
+            place + "schedule_type", f"{kind}: of optax's schedules {', '.join(filter(None, PEAKS))} are read", refuse=True
+        )
+        peak = peak or 3e-5
+    elif not isinstance(peak, int | float) or peak <= 0:
+        m.lacks(key, f"{peak}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
         peak = 3e-5
-    out: dict[str, tuple] = {
-        "lr": (float(peak), place + ("peak_value" if kind else "learning_rate"), place + "schedule_type")
-    }
-    for name in ("b1", "b2", "weight_decay"):
+    out: dict[str, tuple] = {"lr": (float(peak), key, place + "schedule_type")}
+    for name in ("b1", "b2", "eps", "weight_decay"):
         value = rate(m, place, name)
         out[name] = (OPTAX[name] if value is None else float(value), place + name)
-    if kind != "warmup_cosine_decay_schedule":
-        return out | {"schedule": ("constant", place + "schedule_type"), "warmup_steps": (0, place + "warmup_steps")}
-    whole = int(rate(m, place, "decay_steps") or m.integer(TRAINING + "max_steps") or 1)
-    warm = int(rate(m, place, "warmup_steps") or whole // 10)
-    out |= {"schedule": ("cosine", place + "schedule_type"), "warmup_steps": (warm, place + "warmup_steps")}
-    out["decay_steps"] = (max(whole - warm, 1), place + "decay_steps", place + "warmup_steps")
-    if first := rate(m, place, "init_value"):
-        out["warmup_start"] = (float(first) / float(peak), place + "init_value")
-    out["floor"] = (float(rate(m, place, "end_value") or 0) / float(peak), place + "end_value")
-    return out
+    return out | _shape(m, place, kind, float(peak))
+
+
+def _shape(m: Migration, place: str, kind: str, peak: float) -> dict[str, tuple]:
+    """Returns what a schedule of optax does with its rate: option -> (value, its keys)."""
+    still = {"schedule": ("constant", place + "schedule_type"), "warmup_steps": (0, place + "warmup_steps")}
+    if kind in ("", "constant_schedule") or kind not in PEAKS:
+        return still
+    updates = whole_updates(m)
+    length, warm = int(rate(m, place, "decay_steps") or updates), int(rate(m, place, "warmup_steps") or updates // 10)
+    first, last = float(rate(m, place, "init_value") or 0), float(rate(m, place, "end_value") or 0)
+    start = {"warmup_start": (first / peak, place + "init_value")} if first or place == VALUE else {}
+    if kind == "warmup_constant_schedule":
+        return still | {"warmup_steps": (warm, place + "warmup_steps")} | start
+    if kind == "linear_schedule":
+        length = int(rate(m, place, "transition_steps") or 0)
+        if length < 1 or rate(m, place, "transition_begin"):
+            m.lacks(place + "transition_steps", "a decay of so many updates, from the first one on", refuse=True)
+        linear = ("linear", place + "schedule_type")
+        end = {"decay_steps": (max(length, 1), place + "transition_steps"), "floor": (last / peak, place + "end_value")}
+        return still | {"schedule": linear} | end
+    cosine = {"schedule": ("cosine", place + "schedule_type")}
+    if (rate(m, place, "exponent") or 1) != 1:
+        m.lacks(place + "exponent", "a cosine to the power of 1")
+    if kind == "cosine_decay_schedule":
+        floor = float(rate(m, place, "alpha") or 0), place + "alpha"
+        return still | cosine | {"decay_steps": (length, place + "decay_steps"), "floor": floor}
+    out = cosine | start | {"floor": (last / peak, place + "end_value")}
+    out["warmup_steps"] = (warm, place + "warmup_steps")
+    if not length:  # over all of a run whose length the rows decide
+        return out | {"warmup_steps": (0, place + "warmup_steps"), "warmup_fraction": (0.1, place + "warmup_steps")}
+    if length <= warm:
+        m.lacks(place + "decay_steps", f"{length}: the warm-up has {warm}, and optax needs more", refuse=True)
+    return out | {"decay_steps": (max(length - warm, 1), place + "decay_steps", place + "warmup_steps")}
 
 
 def optimizer(m: Migration):
     kind = rate(m, OPT, "opt_type")
     if str(kind or "adamw").lower() != "adamw":
         m.lacks(OPT + "opt_type", f"{kind}: the optimizer is AdamW")
-    shape = rate(m, OPT, "schedule_type") or ""
-    if shape not in ("", "warmup_cosine_decay_schedule"):
-        m.lacks(
-            OPT + "schedule_type",
-            f"{shape}: of optax's schedules warmup_cosine_decay_schedule is read; set optimizer.lr by hand",
-        )
     for option, (value, *keys) in _rate(m, OPT).items():
         m.set(f"optimizer.{option}", value, *keys)
     m.set("optimizer.max_grad_norm", 0.0, OPT + "opt_type")
     o = m.options
-    warm = o["optimizer.warmup_steps"][0]
+    share = o.get("optimizer.warmup_fraction", (0,))[0]
+    warm = f"{share} of all" if share else o["optimizer.warmup_steps"][0]
     m.facts["learning rate"] = f"{o['optimizer.lr'][0]}, {o['optimizer.schedule'][0]}, warm-up {warm} updates"
 
 
@@ -451,9 +521,24 @@ def remat(m: Migration):
         m.set("model.remat", kinds.get(str(value).upper(), "auto"), key)
 
 
+IN_FP32 = re.compile(r"(?i)qwen[-_]?[23]|gemma[-_]?4")  # models whose config multiplies in fp32 unless it says otherwise
+
+
 def dtypes(m: Migration):
-    m.set("train.compute_dtype", common.DTYPES.get(m.text(MODEL + "dtype"), "bf16"), MODEL + "dtype")
-    m.set("rollout.dtype", common.DTYPES.get(m.text(MODEL + "dtype"), "bf16"), MODEL + "dtype")
+    """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
+    where it is not set; the others in that of their weights."""
+    key, named = owner(m, "dtype"), m.text(owner(m, "dtype"))
+    models = m.text(owner(m, "model_id")) + " " + m.text(MODEL + "model_name")
+    wide = m.version != "0.1.6" and IN_FP32.search(models) and m.text(MODEL + "model_source") != "maxtext"
+    computed = common.DTYPES.get(named) or ("fp32" if wide and not named else "bf16")
+    m.set("train.compute_dtype", computed, key)
+    m.set("rollout.dtype", computed, key)
+    if computed == "fp32" and not named:
+        m.set("run.matmul_precision", "default", key)
+        m.differs(
+            "Tunix computes this model in fp32, with products at the platform's default precision, where "
+            "model_config.dtype is not set; so does this config. bf16 is faster: train.compute_dtype, rollout.dtype"
+        )
     loaded = m[ACTOR + "load_dtype"]
     held = common.DTYPES.get(str(loaded), "bf16") if loaded is not None else "bf16"
     m.set("train.param_dtype", held, ACTOR + "load_dtype")
@@ -474,6 +559,9 @@ def places(m: Migration):
         m.set("run.dir", m.text(key).rstrip("/"), key)
     options = TRAINING + "checkpointing_options."
     common.checkpoints(m, options + "save_interval_steps", options + "max_to_keep")
+    every = m.options["checkpoint.every_steps"][0]
+    if every and common.updates(m) > 1:  # counted in updates there
+        m.set_again("checkpoint.every_steps", max(round(every / common.updates(m)), 1))
 
 
 def turns(m: Migration):
