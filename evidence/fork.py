@@ -62,7 +62,7 @@ def fork(work: Path, of: Path, name: str, given: dict, edit: dict, devices: str 
     began = time.monotonic()
     replay.call({**options(name, work, own, given), **said, "fork.run": of, "fork.step": AT}, devices=devices, launch=launch)
     steps = json.loads((work / name / "summary.json").read_text())["fork"]["steps"]
-    behind = {key: sum(own[key] for step, own in steps.items() if int(step) > AT) for key in ("answers_taken", "answers_sampled")}
+    behind = {key: sum(own[key] for step, own in steps.items() if int(step) > AT) for key in ("completions_taken", "completions_sampled")}
     return {"at": steps[str(AT)], "steps_behind_that_took_any": len(steps) - 1, "behind": behind,
             "bitwise": same_end(work / name, of), "seconds": round(time.monotonic() - began, 1)}
 
@@ -79,12 +79,12 @@ def wrong_of(edit: str, found: dict) -> list[str]:
     """What of a fork is not as it must be."""
     all_taken, all_computed = {"taken": ANSWERS, "computed": 0}, {"taken": 0, "computed": ANSWERS}
     sampled = ANSWERS if edit == "the temperature" else 0
-    wanted = {"answers_taken": ANSWERS - sampled, "answers_sampled": sampled,
+    wanted = {"completions_taken": ANSWERS - sampled, "completions_sampled": sampled,
               "rewards": {"digits": all_computed if edit == "a reward" else all_taken, "short": all_taken}}
     if edit == "the temperature":  # other answers, which only by chance are recorded ones
         wanted["rewards"] = found["at"]["rewards"]
     out = [] if found["at"] == wanted else [f"at the fork step {found['at']}"]
-    if edit == "nothing" and (not found["bitwise"] or found["behind"] != {"answers_taken": ANSWERS * (STEPS - AT), "answers_sampled": 0}):
+    if edit == "nothing" and (not found["bitwise"] or found["behind"] != {"completions_taken": ANSWERS * (STEPS - AT), "completions_sampled": 0}):
         out.append(f"not the run it left: bitwise {found['bitwise']}, behind it {found['behind']}")
     if edit != "nothing" and found["bitwise"]:
         out.append("the edit changed nothing")
@@ -140,9 +140,9 @@ def main() -> int:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     table(["run", "edited", "answers taken", "sampled", "rewards taken", "computed", "taken behind", "bitwise"],
-          [[r["run"], r["edited"], r["at"]["answers_taken"], r["at"]["answers_sampled"],
+          [[r["run"], r["edited"], r["at"]["completions_taken"], r["at"]["completions_sampled"],
             *(", ".join(f"{n} {c[kind]}" for n, c in r["at"]["rewards"].items()) for kind in ("taken", "computed")),
-            r["behind"]["answers_taken"], r["bitwise"]] for r in rows])
+            r["behind"]["completions_taken"], r["bitwise"]] for r in rows])
     record("fork", {"command": "python evidence/fork.py", "forks": rows, "helper": helper, "failed": failed})
     return int(bool(failed))
 

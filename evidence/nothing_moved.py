@@ -35,7 +35,7 @@ CASES = {  # name -> (config, options of the first run, of the run that goes on,
     "two processes": (TINY, ("train.steps=2", "mesh.fsdp=2"), None, 2),
     "resumed": (TINY, ("train.steps=2", "checkpoint.every_steps=1"), ("train.steps=4", "checkpoint.every_steps=1"), 1),
 }
-CLOCK = ("time", "perf/", "rollout/ahead_answered")
+CLOCK = ("time", "perf/", "rollout/ahead_complete")
 
 
 def run(tree: Path, folder: Path, config: str, options, processes: int) -> None:

@@ -73,6 +73,8 @@ def place(tmp_path, monkeypatch):
     for name, source in (("train", "train"), ("test", "test"), ("demonstrations", "sft"), ("mine", "train")):
         rows = [json.loads(line) for line in Path(resolve(f"jaxrl://arith/{source}.jsonl")).read_text().splitlines()[:24]]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | renamed(row)) + "\n" for row in rows))
+    for name in ("train", "test"):  # of docs/guides/vision.md, until my_photos.py writes them
+        (tmp_path / f"{name}.csv").write_text("photo,question,answer\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -347,6 +349,18 @@ def test_python_of_the_text_runs(block, small, place):
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(script), run_name="__main__")
     assert ("jaxrl.train" in block.text) == bool(small)
+
+
+@pytest.mark.slow
+def test_photographs_of_the_vision_guide_are_trained_on(place):
+    """SFT on a folder of photographs with CSV files, then GRPO from its export; every row has its image."""
+    runpy.run_path("my_photos.py", run_name="__main__")
+    for job in ("small_sft", "small_grpo"):
+        quiet = {"run.dir": f"runs/my_vision_{job}", "data.epochs": 1, "train.steps": 2, "eval.max_rows": 8, "eval.before": False,
+                 "log.console": "off", "log.tensorboard": False, "checkpoint.every_steps": 0, "eval.every_steps": 0}
+        summary = jaxrl.train(load_config(f"my_vision.py:{job}", quiet))
+        assert summary["steps"] == 2
+        assert {"accuracy", "blank/accuracy", "swapped/accuracy"} <= summary["eval_after"]["sets"]["test"].keys()
 
 
 @pytest.mark.slow

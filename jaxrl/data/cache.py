@@ -39,7 +39,7 @@ IGNORED_OPTIONS = ("prompts_per_step", "epochs", "shuffle", "seed", "workers", "
                    "sources", "exhausted", "path")
 REWARD_MODEL_OPTIONS = ("kind", "steps_column", "labels_column", "separator")  # of reward_model: how its rows are read
 ARRAYS = ("offsets", "ids", "mask", "masked", "rows", "cut", "image_offsets", "images")
-LISTS = ("filtered", "filtered_rows", "unknown_prompts", "shortened", "split")
+LISTS = ("filtered", "filtered_rows", "unknown_prompts", "empty", "shortened", "split")
 
 
 class LazyTables(Tables):

@@ -27,8 +27,8 @@ RESERVED = {  # argument names of rewards and environments that are not columns 
     "prompt": "the prompt", "completion": "the completion", "prompts": "the prompts", "completions": "the completions",
     "token_ids": "the completion's ids", "context_ids": "the ids before it", "finish": "why it ended",
     "image_sizes": "the sizes of its images", "group": "the number of its group", "sample": "its number in the group",
-    "user": "the options of reward.user",
-    "format_pattern": "the option of this name", "code_score": "the option of this name",
+    "user": "the value of reward.user",
+    "format_pattern": "the value of reward.format_pattern", "code_score": "the value of reward.code_score",
     "answer": "the column of data.answer_column"}
 
 
@@ -348,6 +348,7 @@ class Dataset:
         filtered_fraction: their share. filtered_why: of the first ones the limit they exceed; empty from a cache.
       image_files: whether rows name files of images, whose content the rows do not tell.
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
+      empty: locations of rows whose completion is the empty text, in jobs that sample completions whose answer is.
       truncated: number of prompts cut on the left.
       prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
       where there is none. patches: [N] patches of its images.
@@ -367,6 +368,7 @@ class Dataset:
         self.filtered_why: list[str] = []
         self.image_files = False
         self.unknown_prompts: list[tuple[int, float]] = []
+        self.empty: list[str] = []
         self.rows_read = 0
         self.shortened: list[str] = []
         self.split: list[str] = []

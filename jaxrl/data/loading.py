@@ -322,6 +322,8 @@ def _read(ds: Dataset, numbers: list[int], render) -> tuple[list[ReadRow], list]
             grids = images.grids(row.images) if images and row.images else ()
             ds.image_files |= row.images is not None and any(image.path for image in row.images.images)
             ds.content.update(_content(row))
+            if (row.answer if ds.reader.targets == "none" else row.completion) == "":  # such as a CSV's empty cell
+                ds.empty.append(where)
             completions = [(name, render(row, completion)) for name, completion in (("completion", row.completion),
                     ("rejected completion", row.rejected)) if completion is not None]
             named = [(name, len(texts) + k, text) for k, (name, text) in enumerate(completions)]
@@ -435,6 +437,12 @@ def _report(ds: Dataset, limit: int) -> None:
                     " text, or other data", ds.name, len(ds.unknown_prompts), rows,
                     template.unknown_in(ds.reader(raw).text), where, template.tokenizer.unk_token,
                     100 * np.mean([share for _, share in ds.unknown_prompts]))
+    if 0 < len(ds.empty) < len(ds):  # all: data without reference answers
+        what, means = ("completion", "the model learns to end at once")
+        if ds.reader.targets == "none":
+            what, means = ("reference answer", "rewards compare its completions with ''")
+        log.warning("%s: %d of %d rows have an empty %s, so %s: %s; take them out of the data unless that is meant",
+                    ds.name, len(ds.empty), rows, what, means, ", ".join(ds.empty[:3]))
     shown = ", ".join(ds.filtered[:5]) + (", ..." if len(ds.filtered) > 5 else "")
     shown += f" ({ds.filtered_why[0].removeprefix(f'{ds.filtered[0]}: ')})" if ds.filtered_why else ""
     if len(ds.filtered) > 0.05 * rows:

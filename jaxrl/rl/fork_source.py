@@ -156,9 +156,9 @@ class ForkSource:
                 a = self.spec.algorithm
                 found = found or step.result_for(row, request, bool(a.sampled_support), a.routes == "sampled")
         if found is not None and (not len(found.tokens) or found.versions.max() <= self.last_identical_version):
-            self._count("answers_taken")
+            self._count("completions_taken")
             return found
-        self._count("answers_sampled")
+        self._count("completions_sampled")
         return None
 
     def score(self, pool, items, recorded: list[dict | None] | None = None, **how):
@@ -197,14 +197,14 @@ class ForkSource:
             self.counts.setdefault(self.s.step + 1, Counter()).update([what] if isinstance(what, str) else what)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the last completed step's counts fork/answers_taken, fork/answers_sampled, fork/rewards_taken and
-        fork/rewards_computed.
+        """Returns the last completed step's counts fork/completions_taken, fork/completions_sampled, fork/rewards_taken
+        and fork/rewards_computed.
 
         "taken" counts recorded completions and rewards that were reused."""
         own = self.counts.get(self.s.step, Counter())
         total = lambda kind: float(sum(n for name, n in own.items() if name.startswith(f"{kind}/")))  # noqa: E731
-        answers = {f"fork/{kind}": float(own[kind]) for kind in ("answers_taken", "answers_sampled")}
-        return answers | {"fork/rewards_taken": total("taken"), "fork/rewards_computed": total("computed")}
+        completions = {f"fork/{kind}": float(own[kind]) for kind in ("completions_taken", "completions_sampled")}
+        return completions | {"fork/rewards_taken": total("taken"), "fork/rewards_computed": total("computed")}
 
     def summary(self) -> dict:
         """Returns the entry `fork` of summary.json: the first step, and the steps in which anything was reused."""
@@ -212,9 +212,9 @@ class ForkSource:
         for step, own in self.counts.items():
             names = sorted({name.split("/", 1)[1] for name in own if "/" in name})
             rewards = {name: {kind: own[f"{kind}/{name}"] for kind in ("taken", "computed")} for name in names}
-            if step == self.spec.fork.step or own["answers_taken"] or any(r["taken"] for r in rewards.values()):
-                answers = {kind: own[kind] for kind in ("answers_taken", "answers_sampled")}
-                out[str(step)] = answers | {"rewards": rewards}
+            if step == self.spec.fork.step or own["completions_taken"] or any(r["taken"] for r in rewards.values()):
+                completions = {kind: own[kind] for kind in ("completions_taken", "completions_sampled")}
+                out[str(step)] = completions | {"rewards": rewards}
         return {"fork": {"run": str(self.folder), "step": self.spec.fork.step, "steps": out}}
 
 

@@ -318,13 +318,13 @@ class Rollouts:
         """Returns metrics of a released batch; {} where nothing is sampled ahead.
 
         staleness/mean and staleness/max are over its loss tokens; rollout/ahead_groups counts the groups sampled
-        ahead, rollout/ahead_answered those of this process that are complete."""
+        ahead, rollout/ahead_complete those of this process that are complete."""
         if batch.staleness is None:
             return {}
         own, groups = batch.staleness[batch.traj.loss_mask], self.queue.groups.values()
         return {"staleness/mean": float(own.mean()), "staleness/max": float(own.max()),
                 "rollout/ahead_groups": float(len(groups)),
-                "rollout/ahead_answered": float(sum(g.done for g in groups if g.mine))}
+                "rollout/ahead_complete": float(sum(g.done for g in groups if g.mine))}
 
     # ---- a part of checkpoints
 

@@ -74,7 +74,7 @@ class StepLimit:
     def enforce(self, limit: float) -> dict[str, float]:
         """Scales the step back until its KL is at most `limit` nats per token, or undoes it after TRIES attempts.
 
-        Returns the metrics policy/step_kl (KL of the step that was kept), policy/step_kl_asked (of the whole step)
+        Returns the metrics policy/step_kl (KL of the step that was kept), policy/step_kl_unscaled (of the whole step)
         and policy/step_scale (share that was kept; 0 = undone)."""
         before, scale = self._kl(), 1.0
         made, after, where = before, self.policy.state.trainable, None
@@ -88,7 +88,7 @@ class StepLimit:
         if made > limit:
             scale = made = 0.0
             self._take(after, scale, where)
-        return {"policy/step_kl": made, "policy/step_kl_asked": min(before, 1e30), "policy/step_scale": scale}
+        return {"policy/step_kl": made, "policy/step_kl_unscaled": min(before, 1e30), "policy/step_scale": scale}
 
     def _take(self, after, scale: float, where) -> None:
         found = jax.device_put(interpolate(self.params, after, np.float32(scale)), where)

@@ -13,6 +13,7 @@ from jaxrl import data as jaxrl_data
 from jaxrl import models
 from jaxrl.config.load import get
 from jaxrl.data.images import video
+from jaxrl.data.images.read import shown_image
 from jaxrl.data.images.resize import RULES, as_fields
 from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
@@ -56,9 +57,8 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
 
     Raises ConfigError for a column that was set for a model without a tower.
     """
-    m = config.model
-    outer = hf_config.get(hf.SOURCE, {}).get("outer") or m.config.to_dict()
-    if outer.get("model_type") not in RULES or not outer.get("vision_config"):
+    m, outer = config.model, _outer(config, hf_config)
+    if not _has_tower(outer):
         if config.env.image_tokens and config.episodes:
             raise ConfigError(f"env.image_tokens={config.env.image_tokens}: model_type={hf_config['model_type']} is "
                               f"read without a tower for images; towers of {', '.join(RULES)} are read")
@@ -78,6 +78,67 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
             raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
         images.use(f"env.image_tokens={config.env.image_tokens}")
     return images
+
+
+def _outer(config, hf_config: dict) -> dict:
+    """Returns the model's config.json as it was read, with vision_config if it has a tower for images."""
+    return hf_config.get(hf.SOURCE, {}).get("outer") or config.model.config.to_dict()
+
+
+def _has_tower(outer: dict) -> bool:
+    return outer.get("model_type") in RULES and bool(outer.get("vision_config"))
+
+
+def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict) -> None:
+    """Raises ConfigError where rows seem to hold images that no option names, so that a job would train without them.
+
+    train_set: Dataset, Mixture or None. images: the job's ImageSource, after the rows were read."""
+    if images is None or (spec.env.image_tokens and spec.episodes):
+        return
+    parts = [] if train_set is None else getattr(train_set, "parts", {"": train_set}).values()
+    for dataset in (sets := [*parts, *eval_sets.values()]):
+        row, where = dataset.tables[int(dataset.arrays["rows"][0])]
+        reader = dataset.reader
+        text = (reader.prompt, reader.completion, reader.answer)
+        name = next((name for name, cell in row.items() if name not in text and shown_image(cell)), None)
+        if name is not None and not dataset.patches.any():
+            raise ConfigError(f"{where}: the column {name!r} holds an image ({shown_image(row[name])}) that nothing "
+                              f"reads: set data.image_column={name!r}, or data.image_column='' to leave images out")
+    if not images.used and images.column != DEFAULT_COLUMN:
+        columns = ", ".join(map(str, sets[0].tables[int(sets[0].arrays["rows"][0])][0]))
+        raise ConfigError(f"data.image_column={images.column!r}: no row has an image there or in its messages; columns "
+                          f"found: {columns}; data.image_column='' leaves images out")
+
+
+def image_lines(job) -> list[str]:
+    """Returns the line of the start-up summary on a job's images: rows that have one, sizes and tokens; on a model with
+    a tower whose rows have none, that it trains without; [] for other models."""
+    if job.images is None:
+        if not job.config.data.image_column or not _has_tower(_outer(job.config, job.hf_config)):
+            return []
+        return ["images    none in the rows: the model trains on text alone, without its tower (data.image_column)"]
+    sets = {} if job.stream is None else {"": job.stream.dataset}
+    lines = [f"{name and name + ': '}{_images_in(one, job.images)}" for name, one in (sets | job.eval_sets).items()]
+    return [f"images    {'; '.join(lines)}"]
+
+
+def _images_in(dataset, images: ImageSource) -> str:
+    """Returns what the images of a data set are, as "60 of 60 rows, 1 a row, 256 x 288 to 320 x 224 pixels"."""
+    has, parts = dataset.patches > 0, getattr(dataset, "parts", {"": dataset}).values()
+    out = f"{int(has.sum())} of {len(dataset)} rows"
+    if not has.any():
+        return out
+    number = np.concatenate([np.diff(part.arrays["image_offsets"]) for part in parts])[has]
+    grids = np.concatenate([part.arrays["images"][:, 1:] for part in parts]) * images.rule.patch
+    small, large = (grids[pick(grids.prod(-1))] for pick in (np.argmin, np.argmax))
+    tokens = dataset.patches[has] // images.merge**2
+    sizes = _range(*(f"{width} x {height}" for height, width in (small, large)))
+    return (f"{out}, {_range(number.min(), number.max())} a row, {sizes} pixels after resizing, "
+            f"{_range(tokens.min(), tokens.max())} image tokens a row")
+
+
+def _range(low, high) -> str:
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _refused(spec) -> str:
@@ -116,7 +177,11 @@ def check_controls(spec, eval_sets: dict) -> None:
                               "other row has its pictures; set eval.controls=('blank',)")
         return
     if spec.eval.controls and not any(one.patches.any() for one in eval_sets.values()):
-        raise ConfigError(f"eval.controls={tuple(spec.eval.controls)}: no row of eval.sets has an image; leave it out")
+        controls = f"eval.controls={tuple(spec.eval.controls)}"
+        if not eval_sets:
+            raise ConfigError(f"{controls} needs held-out rows with images, and there are none: set eval.sets, such as "
+                              "eval.sets='test=FILE,', or eval.controls=()")
+        raise ConfigError(f"{controls}: no row of eval.sets has an image; set eval.controls=()")
 
 
 def check_judges(spec, images: ImageSource | None) -> None:

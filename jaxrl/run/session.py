@@ -380,7 +380,8 @@ class Session:
         together, compiled = self.phase.take(), self.compilations.take()
         spent = per_step(together, steps) if steps > 1 else together
         metrics = metrics | self.rates(metrics, spent) | (self.uploads.metrics() if self.uploads is not None else {})
-        metrics |= {"time/compilations": float(compiled.waited), "time/compilations_beside": float(compiled.background)}
+        metrics |= {"time/compilations": float(compiled.waited),
+                    "time/compilations_background": float(compiled.background)}
         metrics = self.telemetry.step(self.step, metrics, spent)
         self._lines.append((self.step, together))
         for warning in self.idle.check(self.step, metrics) if self.idle is not None and self.idle.watched else ():

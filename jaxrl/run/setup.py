@@ -43,8 +43,10 @@ from jaxrl.rollout.engines import check_served, check_tower_served, shared_gpus
 from jaxrl.rollout.threaded import ThreadedEngine
 from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.data import (
+    check_column,
     check_controls,
     check_judges,
+    image_lines,
     load_data,
     most_patches,
     open_images,
@@ -224,6 +226,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         s.close_at_end(images)
     tools = pool.tools if pool is not None else ()
     train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
+    check_column(c, images, train_set, eval_sets)
     check_controls(c, eval_sets)
     check_judges(c, images)
     if images is not None and images.used:  # else a job of text, whose model is read without its tower
@@ -532,7 +535,7 @@ def describe(job: Job) -> str:
     if job.stream is not None and job.stream.mix is not None:
         numbers |= {f"rows of {name}": len(part) for name, part in job.stream.dataset.parts.items()}
     lines.append("derived   " + ", ".join(f"{k} {v}" for k, v in numbers.items()))
-    return "\n".join(lines)
+    return "\n".join([*lines, *image_lines(job)])
 
 
 def staleness_lines(job: Job) -> list[str]:

@@ -15,7 +15,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 FIRST = 10.0     # seconds of silence before the first sign of life; each further one comes after twice as long
 LONGEST = 600.0  # between two of them
 POLL = 1.0
-NO_PHASES = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations", "compilations_beside")
+NO_PHASES = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations", "compilations_background")
 DOING = {"start": "reading, loading, starting the engine", "rollout": "generating completions",
          "reward": "scoring completions", "score": "log-probs of the completions", "update": "optimizing",
          "publish": "new weights for the engine", "eval": "completing held-out prompts", "checkpoint": "saving",

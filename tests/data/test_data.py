@@ -417,6 +417,20 @@ def test_targets_are_tokenised_alone_and_end_once(plain, tmp_path):
     assert [len(e.target_ids) for e in ds] == [3, 3, 1]
 
 
+@pytest.mark.parametrize(("load", "what"), [(sft, "empty completion, so the model learns to end at once"),
+                                           (train, "empty reference answer, so rewards compare its completions with ''")])
+def test_empty_cells_are_counted_and_named(plain, tmp_path, caplog, load, what):
+    """Of a CSV a cell without text, which reads as ''; not where all are, which says that there are no answers."""
+    path, none = tmp_path / "s.csv", tmp_path / "none.csv"
+    path.write_text("prompt,completion,answer\nab,cd,e\nab,,\n")
+    none.write_text("prompt,completion,answer\nab,cd,\nab,cd,\n")
+    load(plain, path)
+    assert f"train: 1 of 2 rows have an {what}: {path}:3; take them out" in caplog.text
+    caplog.clear()
+    load(plain, none)
+    assert "empty" not in caplog.text
+
+
 def test_targets_from_messages(chat, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     e = sft(chat, write_jsonl(tmp_path / "s.jsonl", rows))[0]

@@ -80,7 +80,7 @@ def test_an_unedited_fork_is_the_run_it_left(recorded, tmp_path, step):
     told, metrics = forked(recorded, tmp_path, step)
     assert list(told) == [str(n) for n in range(step, STEPS + 1)] and list(metrics) == list(range(step, STEPS + 1))
     for own in told.values():
-        assert own == {"answers_taken": 16, "answers_sampled": 0, "rewards": {"digits": TAKEN, "short": TAKEN}}
+        assert own == {"completions_taken": 16, "completions_sampled": 0, "rewards": {"digits": TAKEN, "short": TAKEN}}
     mine, theirs = state(tmp_path / "fork"), state(recorded[0])
     assert mine.keys() == theirs.keys() and all(np.array_equal(mine[n], theirs[n], equal_nan=True) for n in mine)
 
@@ -89,8 +89,8 @@ def test_an_unedited_fork_is_the_run_it_left(recorded, tmp_path, step):
 def test_an_edited_reward_is_all_that_is_computed_at_its_step(recorded, tmp_path):
     """The other function of the same file is taken, unless what it imports was edited; behind the step all is sampled."""
     told, metrics = forked(recorded, tmp_path, 3, EDITED)
-    assert told["3"] == {"answers_taken": 16, "answers_sampled": 0, "rewards": {"digits": COMPUTED, "short": TAKEN}}
-    assert metrics[4]["fork/answers_sampled"] == 16 and metrics[4]["fork/answers_taken"] == 0
+    assert told["3"] == {"completions_taken": 16, "completions_sampled": 0, "rewards": {"digits": COMPUTED, "short": TAKEN}}
+    assert metrics[4]["fork/completions_sampled"] == 16 and metrics[4]["fork/completions_taken"] == 0
     then = [json.loads(x) for x in (recorded[0] / "rollouts" / "step_00000003.jsonl").read_text().splitlines()]
     now = [json.loads(x) for x in (tmp_path / "fork" / "rollouts" / "step_00000003.jsonl").read_text().splitlines()]
     for a, b in zip(then, now, strict=True):
@@ -102,10 +102,10 @@ def test_an_edited_reward_is_all_that_is_computed_at_its_step(recorded, tmp_path
 @pytest.mark.slow
 def test_an_edited_loss_or_weight_takes_both_and_another_temperature_no_answer(recorded, tmp_path):
     told, _ = forked(recorded, tmp_path / "loss", 3, algorithm__kl__coef=0.1, reward__weights=(1.0, 0.5))
-    assert told["3"] == {"answers_taken": 16, "answers_sampled": 0, "rewards": {"digits": TAKEN, "short": TAKEN}}
+    assert told["3"] == {"completions_taken": 16, "completions_sampled": 0, "rewards": {"digits": TAKEN, "short": TAKEN}}
     assert not np.array_equal(state(tmp_path / "loss" / "fork")["state/after"], state(recorded[0])["state/after"])
     told, _ = forked(recorded, tmp_path / "sampling", 3, rollout__temperature=0.5)
-    assert (told["3"]["answers_taken"], told["3"]["answers_sampled"]) == (0, 16)
+    assert (told["3"]["completions_taken"], told["3"]["completions_sampled"]) == (0, 16)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_fork_that_was_cut_off_goes_on_as_itself(recorded, tmp_path):
     told, _ = forked(recorded, tmp_path, 3, train__steps=3)
     assert list(told) == ["3"]
     told, metrics = forked(recorded, tmp_path, 3)
-    assert told["4"]["answers_taken"] == 16 and list(metrics) == [3, 4]
+    assert told["4"]["completions_taken"] == 16 and list(metrics) == [3, 4]
     mine, theirs = state(tmp_path / "fork"), state(recorded[0])
     assert np.array_equal(mine["state/after"], theirs["state/after"])
 
@@ -179,7 +179,7 @@ def test_scores_that_depend_on_one_another_are_taken_together_or_not(recorded, t
                            (5, {"ranks": {"taken": 0, "computed": 20}, "short": {"taken": 16, "computed": 4}})):
         out = jaxrl.train(job(tmp_path / f"fork{size}", recorded[1], **{
             **rewards, "fork.run": str(tmp_path / "run"), "fork.step": 3, "train.steps": 3, "rollout.group_size": size}))
-        assert out["fork"]["steps"]["3"] == {"answers_taken": 16, "answers_sampled": 4 * size - 16, "rewards": expected}
+        assert out["fork"]["steps"]["3"] == {"completions_taken": 16, "completions_sampled": 4 * size - 16, "rewards": expected}
 
 
 @pytest.mark.full

@@ -105,7 +105,7 @@ def test_it_learns_and_says_so(finished):
 def test_phases_add_up_to_the_step(finished):
     folder, _ = finished
     for line in lines(folder):
-        counts = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations", "compilations_beside")
+        counts = ("step", "wall", "tokens_per_second", "compiled_programs", "compilations", "compilations_background")
         phases = {k: v for k, v in line["time"].items() if k not in counts and not k.startswith("perf/")}
         assert sum(phases.values()) == pytest.approx(line["time"]["step"], abs=1e-3)
 

@@ -234,7 +234,7 @@ def test_no_step_goes_beyond_its_bound(run, tmp_path):
     _, steps, _ = algorithm_runs.watched(config)
     for step in steps:
         told = step.metrics
-        assert told["policy/step_kl_asked"] > 1e-3 >= told["policy/step_kl"] > 1e-4 and 0 < told["policy/step_scale"] < 1
+        assert told["policy/step_kl_unscaled"] > 1e-3 >= told["policy/step_kl"] > 1e-4 and 0 < told["policy/step_scale"] < 1
     way = [{k: s.after.policy[k] - s.before.policy[k] for k in s.before.policy} for s in (free[0], steps[0])]
     for k in way[0]:
         np.testing.assert_allclose(way[1][k], steps[0].metrics["policy/step_scale"] * way[0][k], atol=1e-6)
@@ -258,7 +258,7 @@ def test_a_step_that_cannot_be_scaled_is_refused():
     policy = Policy()
     bounded = StepLimit(policy, traj, None, {})
     policy.state = after
-    assert bounded.enforce(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_asked": 1e30, "policy/step_scale": 0.0}
+    assert bounded.enforce(0.1) == {"policy/step_kl": 0.0, "policy/step_kl_unscaled": 1e30, "policy/step_scale": 0.0}
     assert all(equal(np.asarray(policy.state.trainable[k]), np.asarray(x)) for k, x in params.items())
     assert k3(np.log([0.5, 0.5]), np.log([0.25, 0.75]), np.ones(2, bool)) == pytest.approx(
         np.mean([0.5 - 1 - np.log(0.5), 1.5 - 1 - np.log(1.5)]))

@@ -11,6 +11,11 @@ import jaxrl
 from jaxrl.config import load_config
 from jaxrl.errors import ConfigError
 from jaxrl.models.vision.config import vision_config
+from jaxrl.resolve.spec import resolve
+from jaxrl.run.data import image_lines
+from jaxrl.run.python_api import PythonInputs
+from jaxrl.run.session import Session
+from jaxrl.run.setup import open_run
 
 QUIET = {"log.console": "off", "log.tensorboard": False}
 
@@ -74,6 +79,57 @@ def test_controls_without_images_are_refused(tmp_path):
     c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), **QUIET})
     with pytest.raises(ConfigError, match="eval.controls=.*no row of eval.sets has an image"):
         jaxrl.train(c, data=rows, eval={"text": rows})
+
+
+def test_controls_without_held_out_rows_name_the_option_that_gives_some(tmp_path):
+    rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}"}] * 4
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), **QUIET})
+    with pytest.raises(ConfigError, match="eval.controls=.*there are none: set eval.sets"):
+        jaxrl.train(c, data=rows)
+
+
+@pytest.mark.parametrize(("column", "message"), [
+    ("images", "column 'photo' holds an image .'IMG_1.jpg'.*set data.image_column='photo'"),
+    ("picture", "column 'photo' holds an image .'IMG_1.jpg'.*set data.image_column='photo'"),
+])
+def test_images_in_a_column_that_is_not_read_are_refused(tmp_path, column, message):
+    rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}", "photo": "IMG_1.jpg"}] * 4
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+                                        "data.image_column": column, **QUIET})
+    with pytest.raises(ConfigError, match=message):
+        jaxrl.train(c, data=rows)
+
+
+def test_a_column_of_images_that_no_row_has_is_refused(tmp_path):
+    rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}"}] * 4
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+                                        "data.image_column": "photo", **QUIET})
+    with pytest.raises(ConfigError, match="data.image_column='photo': no row has an image.*columns found: prompt, completion"):
+        jaxrl.train(c, data=rows)
+
+
+def test_a_held_out_set_whose_images_are_in_another_column_is_refused(tmp_path):
+    rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}", "answer": "2"}] * 4
+    dot = np.zeros((24, 24, 3), np.uint8)
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (), **QUIET})
+    with pytest.raises(ConfigError, match="column 'picture' holds an image .'a.png'"):
+        jaxrl.train(c, data=[row | {"images": [dot]} for row in rows], eval={"test": [row | {"picture": "a.png"} for row in rows]})
+
+
+def test_the_start_says_which_images_are_read(tmp_path):
+    """A job names its rows with images, their sizes and tokens; one of text on the same model says that there are none."""
+    def started(name, **columns):
+        rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}"} | {k: v[i] for k, v in columns.items()} for i in range(3)]
+        c = load_config("vision_sft:tiny", {
+            "run.dir": str(tmp_path / name), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+            "data.max_prompt_tokens": 64, "data.image_min_pixels": 64, "data.image_max_pixels": 4096, **QUIET})
+        with Session(resolve(c), PythonInputs(data=rows)) as s:
+            return image_lines(open_run(s, with_engine=False))
+
+    dots = [np.zeros((h, w, 3), np.uint8) for h, w in ((24, 24), (32, 48), (24, 24))]
+    assert started("with", images=[[dots[0]], [dots[1], dots[2]], []]) == [
+        "images    2 of 3 rows, 1 to 2 a row, 24 x 24 to 48 x 32 pixels after resizing, 9 to 33 image tokens a row"]
+    assert started("without") == ["images    none in the rows: the model trains on text alone, without its tower (data.image_column)"]
 
 
 TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")

@@ -25,6 +25,7 @@ EDGE = 4096  # bytes at each end of a file, which tell it from others
 STARTS = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # of PNG, JPEG, WebP, BMP and GIF in base64
 VALUES = ("image", "image_url", "url", "path", "bytes", "base64")  # fields of a content part that hold an image
 VIDEO_VALUES = ("video", "frames", "path")  # and of one that holds a video
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 FORMS = "encoded bytes, {bytes, path}, a path, a data URI, base64 text, a Pillow image or a uint8 array"
 
 
@@ -99,6 +100,22 @@ def image_of(value, root: Path | None) -> Image:
     if isinstance(value, str):
         return _of_text(value, root)
     raise ImageError(f"an image is {type_of(value)}: expected {FORMS}")
+
+
+def shown_image(cell) -> str:
+    """Returns how a message names the image that a column's cell seems to hold, "" if it seems to hold none.
+
+    cell: as in `images_of`. A text seems to be one if it is a data URI of an image, or ends as the name of a file."""
+    value = cell[0] if isinstance(cell, list | tuple) and cell else cell
+    if isinstance(value, dict) and "bytes" in value and not value.keys() - {"bytes", "path"}:
+        return "{bytes, path}"
+    if hasattr(value, "convert") and hasattr(value, "getexif"):
+        return "a Pillow image"
+    if isinstance(value, str) and value.startswith("data:image/"):
+        return "a data URI"
+    if isinstance(value, str) and value.lower().endswith(SUFFIXES) and "\n" not in value:
+        return _shown(value)
+    return ""
 
 
 def _of_text(text: str, root: Path | None) -> Image:
