@@ -129,11 +129,12 @@ def _images_in(dataset, images: ImageSource) -> str:
     if not has.any():
         return out
     number = np.concatenate([np.diff(part.arrays["image_offsets"]) for part in parts])[has]
-    grids = np.concatenate([part.arrays["images"][:, 1:] for part in parts]) * images.rule.patch
+    grids = np.concatenate([part.arrays["images"][:, 1:3] for part in parts]) * images.rule.patch
     small, large = (grids[pick(grids.prod(-1))] for pick in (np.argmin, np.argmax))
     tokens = dataset.patches[has] // images.merge**2
     sizes = _range(*(f"{width} x {height}" for height, width in (small, large)))
-    return (f"{out}, {_range(number.min(), number.max())} a row, {sizes} pixels after resizing, "
+    unit = " images or groups of a video's frames" if images.videos else ""
+    return (f"{out}, {_range(number.min(), number.max())}{unit} a row, {sizes} pixels after resizing, "
             f"{_range(tokens.min(), tokens.max())} image tokens a row")
 
 
