@@ -185,15 +185,16 @@ class Receiver:
         """Begins vLLM's layer-wise loading, after closing what a failed update left open. Part of vLLM's interface."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
+        model = self.model
         self.received, self.gates, self.dtypes, self.rates = set(), {}, {}, {}
-        for layer in self.model.modules():  # an update that failed halfway leaves them open, with what had arrived
+        for layer in model.modules():  # an update that failed halfway leaves them open, with what had arrived
             info = layerwise.get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
-        loading.name_loaders(self.model)
-        leaves_tower = hasattr(self.model, "visual") and not any(is_of_tower(name) for name in self.names)
-        initialize_layerwise_reload(self.model.language_model if leaves_tower else self.model)
+        loading.name_loaders(model)
+        leaves_tower = hasattr(model, "visual") and not any(is_of_tower(name) for name in self.names)
+        initialize_layerwise_reload(model.language_model if leaves_tower else model)
 
     def receive_weights(self, update_info):
         """Receives one chunk as `update_info` describes it and loads its tensors. Part of vLLM's interface."""

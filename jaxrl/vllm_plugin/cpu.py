@@ -28,12 +28,10 @@ def change_vllm() -> None:
     for module in (linear, vocab_parallel_embedding):
         if hasattr(module, "dispatch_cpu_unquantized_gemm"):
             module.dispatch_cpu_unquantized_gemm = unpacked
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, FusedMoEConfig
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None  # it packs, at the first load only
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-
     FusedMoEConfig.__post_init__ = _without_gates(FusedMoEConfig.__post_init__)
     supports = CPUUnquantizedExperts._supports_activation
     CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)

@@ -86,4 +86,4 @@ def name_loaders(model) -> None:
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            loader.__name__ = loader.func.__name__
+            vars(loader)["__name__"] = loader.func.__name__
