@@ -463,7 +463,7 @@ def _fewer_rows(rows, room, sizes):
                 home = [row.index(True) if any(row) else None for row in same]
             own, alone = (sizes.completions[i], sizes.patches[i, 1]), (sizes.prompts[i], sizes.patches[i, 0])
             cost = np.array([own if k is not None else np.add(own, alone) for k in home])
-            full = (free < cost).any(axis=1)
+            full = np.any(free < cost, axis=1)
             best = int(np.lexsort((free[:, 0] - cost[:, 0], cost[:, 0], full))[0])
             if full[best]:
                 return rows
