@@ -39,7 +39,7 @@ def get_config(arg=None):
     else:
         c.model.tokenizer = "jaxrl://moving/tokenizer"
         c.model.config = model_of(KINDS[kind], c.model.config.to_dict())
-        c.train.steps = 35 if job == "short" else 100
+        c.train.steps = 35 if job == "short" else 60
     if tiny:
         c.train.steps = 2
         c.data.max_rows, c.eval.max_rows = 64, 8

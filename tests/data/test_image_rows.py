@@ -140,7 +140,7 @@ BROKEN = {
     "outside": ({"prompt": ASK, "images": ["../secret.png"]}, "no such file"),
     "of the model": ({"prompt": [*TURNS, {"role": "assistant", "content": [{"type": "image"}]}, {"role": "user", "content": "x"}],
                       "images": [FIRST, FIRST, FIRST]}, "models write text alone"),
-    "a video": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "'a.mp4' is a video file, which is not decoded here. Extract its frames"),
+    "a video": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "'a.mp4' is a video file, which is not decoded"),
 }
 
 

@@ -316,7 +316,7 @@ def test_images_of_tools_are_not_lost(drops):
         assert len(at) == 3 and (ids[at] == pad).all()
         texts.append(renderer.tokenizer.decode(ids))
     assert renderer.tool_images != drops and texts[1].endswith(texts[0].removeprefix("<|im_end|>"))
-    image = "".join(QWEN)
+    image = QWEN.text
     assert (f"user\n{image}{image}<|im_end|>\n<|im_start|>user\nred{image}blue" in texts[0]) == drops == (FOLLOWS in texts[0])
 
 

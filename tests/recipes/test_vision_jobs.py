@@ -164,7 +164,8 @@ def example(number, prompt=6, completion=3):
                            images=Places(np.array([1]), np.array([[2, 4]]), np.array([number])))
 
 
-SOURCE = SimpleNamespace(merge=2, width=48, window=0, two_way=False, patches=lambda numbers: [np.full((8, 48), n % 100, np.uint8) for n in numbers])
+SOURCE = SimpleNamespace(merge=2, width=48, window=0, two_way=False, frames=1,
+                         patches=lambda numbers: [np.full((8, 48), n % 100, np.uint8) for n in numbers])
 
 
 def test_batches_of_both_kinds_keep_their_pictures():

@@ -176,10 +176,10 @@ def test_a_judge_is_shown_the_images_of_the_row(tmp_path):
         traits = Call("judge", "judge", {"services": {"judge": options[0]}, "places": {"judge": {"urls": [server.url], "cache": "", "key_env": ""}}})
         assert traits.traits()["images"] and traits.batched
     c.reward.functions = ("judge",)
-    for found in (None, SimpleNamespace(used=False)):
+    for found in (None, SimpleNamespace(used=False, videos=False)):
         with pytest.raises(ConfigError, match="the judge 'judge' has show_images=True .*and no row has an image"):
             check_judges(c, found)
-    check_judges(c, SimpleNamespace(used=True))
+    check_judges(c, SimpleNamespace(used=True, videos=False))
 
 
 def default_config_of(given):
@@ -202,7 +202,7 @@ def test_controls_are_judged_by_the_rows_own_pictures():
     """Rewards, judges and reward models get what the row holds, whatever the policy was shown: else a control would ask about other pictures."""
     places = [Places(np.array([1]), np.array([[2, 2]]), np.array([n])) for n in (1, 2, 3)]
     rows = [(i, Example(np.arange(4), "", "q", None, {}, "", images=one)) for i, one in enumerate(places)]
-    source = SimpleNamespace(merge=2, width=48, window=0, two_way=False, patches=None, row_files=lambda places: places.numbers.tolist())
+    source = SimpleNamespace(merge=2, width=48, window=0, two_way=False, frames=1, patches=None, row_files=lambda places: places.numbers.tolist())
     for name, control in CONTROLS.items():
         shown = [e for _, e in control(rows)]
         traj = demonstrations([SimpleNamespace(prompt_ids=e.prompt_ids, target_ids=e.prompt_ids, trained=None, images=e.images) for e in shown],

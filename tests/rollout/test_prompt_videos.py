@@ -18,7 +18,8 @@ from jaxrl.rollout.embedded import make_engine
 from jaxrl.training.layout import RowShapes, make_layout
 from jaxrl.types import Pictures, Trajectories
 
-KINDS = {"qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]}, "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}, "qwen2_vl": {"depth": 2}}
+KINDS = {"qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]}, "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]},
+         "qwen2_vl": {"depth": 2}}
 PIECES = ([3, Video((4, 4), 3, 3.0), 2], [2, (2, 2), 1, Video((2, 2), 4, 2.0), 3])
 
 
