@@ -1,11 +1,12 @@
 """Nine recipes of tinker-cookbook, unmodified, against `jaxrl serve tinker` on a tiny model of our own: what they learn.
 
-    python evidence/service_cookbook.py [RECIPE ...]
+    python evidence/service_cookbook.py [RECIPE ...]      # about fifteen minutes on two quiet cores: an estimate by processor time
 
 Needs `pip install tinker tinker-cookbook` beside jaxrl (.ci/run sdk shows how). No network: the model is a random Qwen3 of two layers, trained
 here on the recipes' forms of talk (full parameters, torch), under a name that the cookbook knows; the data sets are folders of a few rows
 under the names that the recipes load. Flags are those of RECIPES and the same for all: model, log folder, `lora_rank` where there is one. The
-recipes' own `train_unembed=True` is trained. Each row is the first and the last fifth of a metric that the recipe logs itself.
+recipes' own `train_unembed=True` is trained. Each row is the first and the last fifth of a metric that the recipe logs itself. RECIPE: a name
+of RECIPES.
 
 Writes evidence/results/service_cookbook.json after each recipe.
 """
