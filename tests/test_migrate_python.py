@@ -210,6 +210,7 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     assert status == 0 and report["outcome"] == "partial" and report["job"] == "program"
     assert not [k for k in report["keys"] if k["kind"] == "unknown"]
     asked = [text.partition("=")[0] for text in report["needs_you"] if " is computed" in text]
+    assert any(text.startswith("Mine (job.py:") for text in report["needs_you"])
     assert asked == ["rollout_engine"] and any("math_rewards.math_reward, job.short" in text for text in report["needs_you"])
     monkeypatch.chdir(out)
     c = load_config("job.py")
@@ -245,6 +246,14 @@ def test_what_a_program_of_tunix_computes_is_asked_for(tmp_path, change, asked):
 def test_trainers_of_tunix_that_are_not_read_are_refused_by_name(tmp_path, text, recipe):
     status, report, _ = tunix(tmp_path, text + "\nimport optax\noptax.adamw(learning_rate=1e-5)")
     assert status == 3 and f"run.recipe={recipe}" in report["lacks"][0]["why"]
+
+
+def test_a_trainer_of_the_programs_own_is_no_trainer_of_trls(tmp_path):
+    """Its loss may be another one."""
+    own = GRPO.replace("def main():", "class Mine(GRPOTrainer):\n    pass\n\ndef main():").replace("trainer = GRPOTrainer(", "trainer = Mine(")
+    assert "Mine(" in own
+    _, report, _ = run(tmp_path, own, "--gpus=2", name="job.py", system="trl")
+    assert "reward_funcs" not in {k["key"] for k in report["keys"]}
 
 
 def test_a_notebook_is_read_as_its_code(tmp_path):

@@ -25,8 +25,8 @@ class Calls(NamedTuple):
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that its
     presence makes). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
     argument that is read elsewhere.
-    trainers: class, or the class that it is derived from -> (command, argument -> key); a key in capitals takes the
-    text of the argument.
+    trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
+    derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
     loads: function of a data set -> keys of its positional arguments and keywords.
     flags: classes whose presence says that values come from the command line.
     asks: class or function whose presence asks for something.
@@ -39,6 +39,7 @@ class Calls(NamedTuple):
     flags: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     asks: Mapping[str, str] = {}
+    derived: str = ""
     tuples: tuple[str, ...] = ()
 
     def name_in(self, table: Mapping, names: tuple[str, ...]) -> str:
@@ -76,7 +77,10 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
             else:
                 value = str(tuple(value)) if key in calls.tuples and isinstance(value, list) else value
                 settings.append(Setting(key, value, place))
-        more += [calls.asks[name] for name in known.callees(node, calls.kinds) if name in calls.asks]
+        names = known.callees(node, calls.kinds)
+        more += [calls.asks[name] for name in names if name in calls.asks]
+        if calls.derived and any(base in calls.trainers for base in known.bases.get(names[-1], ())):
+            more.append(f"{names[-1]} ({path.name}:{node.lineno}) is a class of the program's own: {calls.derived}")
     settings, twice = _once(settings)
     names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
@@ -129,7 +133,8 @@ def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
         of, renamed, made = calls.configs[name]
         own = ((key, value, where) for key, value in made.items())
         return of, [*own, *_keywords(node, known, renamed, calls, where)]
-    if name := calls.name_in(calls.trainers, (*names, *(base for n in names for base in known.bases.get(n, ())))):
+    bases = [base for n in names for base in known.bases.get(n, ())] if calls.derived else []
+    if name := calls.name_in(calls.trainers, (*names, *bases)):
         of, keys = calls.trainers[name]
         return of if not settings or of else None, list(_trainer(node, known, keys, where))
     name = calls.name_in(calls.loads, names)

@@ -53,5 +53,6 @@ CALLS = Calls(
     },
     kinds=("agentic",),
     asks={name: ADAPTERS for name in ("LoraProvider", "apply_lora_to_model")},
+    derived="what it changes of the learner is not read",
     tuples=(SHAPE, AXES),
 )
