@@ -359,9 +359,6 @@ def environments(m: Migration):
     if named <= TRAJECTORIES or named <= STEPS:
         pictured = named == {"VLTrajEnvManager"}
         m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else PICTURES if pictured else TURNS)
-        for option, name in (("max", "max_pixels"), ("min", "min_pixels")) if pictured else ():
-            key = TRAIN + "model_args." + name
-            m.set(f"data.image_{option}_pixels", m.integer(key), key)
     penalty = ENV + "format_penalty"
     if m.version == "0.1.0" and m.number(penalty):
         m.mark(penalty, "ask", "a part of the score")
