@@ -382,7 +382,7 @@ def _rate(m: Migration, place: str) -> dict[str, tuple]:
         )
         peak = peak or 3e-5
     elif not isinstance(peak, int | float) or peak <= 0:
-        m.lacks(key, f"{peak}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
+        m.lacks(key, f"{peak or 'not set'}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
         peak = 3e-5
     out: dict[str, tuple] = {"lr": (float(peak), key, place + "schedule_type")}
     for name in ("b1", "b2", "eps", "weight_decay"):
