@@ -435,6 +435,7 @@ def roll_agentic(k, c, version: str) -> dict:
         "seed": (c.run.seed, 42 if get("seed") is None else get("seed")),
         "checkpoints": (c.checkpoint.every_steps, get("save_steps") or 50),
         "dtype": (c.train.compute_dtype, get("actor_train.model_args.dtype") or "bf16") if "fsdp2" not in strategy else (0, 0),  # its own there
+        "pixels": ((c.data.image_min_pixels, c.data.image_max_pixels), (None, None)),  # the checkpoint's processor says
         "rows by tag": (tuple(sorted(_rows_of(c.data.path[0]))), tuple(sorted(tags))),
     }
     if not by_step and (get("batch_adjust_mode") or "copy") == "copy":  # too few sequences are filled up with copies

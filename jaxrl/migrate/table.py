@@ -18,7 +18,7 @@ from jaxrl.migrate.jobs import Job, job_of, pattern_of
 from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
-ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_(?!manager)|$)|(^|_)environment|overrides?$|labels$")  # tables of anybody's keys
+ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_(?!manager)|$)|(^|_)environment|overrides?$|labels$")  # anybody's keys
 MISSING = object()  # a key without which the source does not run
 
 

@@ -62,8 +62,15 @@ async def episode(task, chat):
         if ended:
             break
 {total}'''
-BY_TURN = {"whose": ", each that of its turn", "zero": "", "nought": "", "count": "chat.reward(float(reward))", "total": ""}
-AT_THE_END = {  # ROLL puts the whole score on an episode's last token: what remains from a turn on does not lack earlier turns'
+BY_TURN = {
+    "whose": ", each that of its turn",
+    "zero": "",
+    "nought": "",
+    "count": "chat.reward(float(reward))",
+    "total": "",
+}
+# ROLL puts the whole score on an episode's last token: what remains from a turn on does not lack earlier turns'
+AT_THE_END = {
     "whose": ", all on its last token", "zero": ", total", "nought": ", 0.0", "count": "total += float(reward)",
     "total": "    return total\n"}
 TURNS = """        text = said["template"].format(
@@ -320,6 +327,43 @@ def _rows(shares: list[tuple[str, int]], count: int) -> str:
     return "\n".join(out) + "\n"
 
 
+def _asked(m: Migration, found: dict[str, dict], named: set[str], bound: str):
+    """What the episode's source asks of its reader, and what stays otherwise of the environment managers in `named`."""
+    penalty = ENV + "format_penalty"
+    if m.version == "0.1.0" and m.number(penalty):
+        m.mark(penalty, "ask", "a part of the score")
+        m.needs(
+            f"{penalty}={m[penalty]}: ROLL 0.1.0 adds it to the score for every turn without a valid action: do so in "
+            f"{m.name}_env.py"
+        )
+    if not any(key.startswith(TRAIN) for key in m.singles):
+        m.needs(
+            "actor_train is not set, so that this file trains nothing there (start_agentic_rollout_pipeline.py): to "
+            "play episodes without training, run.mode=eval"
+        )
+    estimator = m.text("adv_estimator")
+    if named & STEPS and estimator in ("grpo", "reinforce", "gae", "agentic_reinforce"):
+        m.lacks(
+            "adv_estimator",
+            f"{estimator} beside {', '.join(sorted(named & STEPS))}: each step is scored by its own reward there, here "
+            "by the episode's; there are gigpo and algorithm.advantage=turn",
+            refuse=True,
+        )
+    if named & STEPS:
+        m.lacks(
+            TRAIN + ARGS + "gradient_accumulation_steps"
+            if m.given(TRAIN + ARGS + "gradient_accumulation_steps")
+            else bound,
+            "each step of an episode is a sample there, so that optimizer steps follow from how many there are; "
+            "here an episode is one,"
+            " of as many sequences",
+        )
+    if "StepEnvManager" in named and any("history_length" in t for t in found.values()):
+        m.needs(
+            f"{m.name}_env.py: add the last history_length steps, which ROLL writes into the prompt as {{history}}"
+        )
+
+
 def environments(m: Migration):
     """Writes the rows (one for each group of environments) and the episode."""
     prompts = m.options.get("data.prompts_per_step", (1,))[0]
@@ -359,42 +403,7 @@ def environments(m: Migration):
     if named <= TRAJECTORIES or named <= STEPS:
         pictured = named == {"VLTrajEnvManager"}
         m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else PICTURES if pictured else TURNS)
-        for option, name in (("max", "max_pixels"), ("min", "min_pixels")) if pictured else ():
-            key = TRAIN + "model_args." + name
-            m.set(f"data.image_{option}_pixels", m.integer(key), key)
-    penalty = ENV + "format_penalty"
-    if m.version == "0.1.0" and m.number(penalty):
-        m.mark(penalty, "ask", "a part of the score")
-        m.needs(
-            f"{penalty}={m[penalty]}: ROLL 0.1.0 adds it to the score for every turn without a valid action: do so in "
-            f"{m.name}_env.py"
-        )
-    if not any(key.startswith(TRAIN) for key in m.singles):
-        m.needs(
-            "actor_train is not set, so that this file trains nothing there (start_agentic_rollout_pipeline.py): to "
-            "play episodes without training, run.mode=eval"
-        )
-    estimator = m.text("adv_estimator")
-    if named & STEPS and estimator in ("grpo", "reinforce", "gae", "agentic_reinforce"):
-        m.lacks(
-            "adv_estimator",
-            f"{estimator} beside {', '.join(sorted(named & STEPS))}: each step is scored by its own reward there, here "
-            "by the episode's; there are gigpo and algorithm.advantage=turn",
-            refuse=True,
-        )
-    if named & STEPS:
-        m.lacks(
-            TRAIN + ARGS + "gradient_accumulation_steps"
-            if m.given(TRAIN + ARGS + "gradient_accumulation_steps")
-            else bound,
-            "each step of an episode is a sample there, so that optimizer steps follow from how many there are; "
-            "here an episode is one,"
-            " of as many sequences",
-        )
-    if "StepEnvManager" in named and any("history_length" in t for t in found.values()):
-        m.needs(
-            f"{m.name}_env.py: add the last history_length steps, which ROLL writes into the prompt as {{history}}"
-        )
+    _asked(m, found, named, bound)
     m.needs_you.sort(key=lambda text: "WRITE HERE" in text)
     m.differs("an environment reads a completion's text, in ROLL with the special tokens at its end")
     m.differs("seeds of environments are others; one group has one, as there")

@@ -82,7 +82,7 @@ def owner(m: Migration, name: str) -> str:
     return ACTOR + name if own is not None and own != m.default(MODEL + name) else MODEL + name
 
 
-OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value": 0.0, "alpha": 0.0}  # what optax takes unset
+OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value": 0.0, "alpha": 0.0}  # optax's, unset
 
 
 def rate(m: Migration, place: str, name: str):
@@ -133,7 +133,7 @@ def batch(m: Migration):
         m.set_again("algorithm.num_minibatches", 1)
         m.facts |= {"prompts per step": size, "sequences per step": m.facts["sequences per step"] * size // prompts,
                     "optimizer steps per step": epochs}
-        m.mark("batch_size", "equivalent", "Tunix samples a mini-batch when it is its turn, by the weights of that time")
+        m.mark("batch_size", "equivalent", "Tunix samples a mini-batch at its turn, by the weights of that time")
     if epochs > 1 and size and size < prompts:
         m.differs("Tunix repeats each mini-batch before the next one; here the batch is gone through as often")
     unread(m, "num_generations", "num_iterations")
@@ -345,7 +345,8 @@ def run(m: Migration):
     limit = m.integer("num_batches") or 0
     share = m.number("train_fraction") or 0.8
     if epochs > 1 and whole and limit:
-        m.set("data.max_rows", int(limit * m.integer("batch_size") * share), "num_batches", "batch_size", "train_fraction")
+        rows = int(limit * m.integer("batch_size") * share)
+        m.set("data.max_rows", rows, "num_batches", "batch_size", "train_fraction")
     elif not whole and share < 1:
         m.needs(
             f"data.max_rows: Tunix trains on the first {share:g} of the rows alone (train_fraction): set their number"
@@ -375,11 +376,13 @@ def _rate(m: Migration, place: str) -> dict[str, tuple]:
     peak = rate(m, place, PEAKS.get(kind, "peak_value"))
     if kind not in PEAKS:
         m.lacks(
-            place + "schedule_type", f"{kind}: of optax's schedules {', '.join(filter(None, PEAKS))} are read", refuse=True
+            place + "schedule_type",
+            f"{kind}: of optax's schedules {', '.join(filter(None, PEAKS))} are read",
+            refuse=True,
         )
         peak = peak or 3e-5
     elif not isinstance(peak, int | float) or peak <= 0:
-        m.lacks(key, f"{peak}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
+        m.lacks(key, f"{peak or 'not set'}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
         peak = 3e-5
     out: dict[str, tuple] = {"lr": (float(peak), key, place + "schedule_type")}
     for name in ("b1", "b2", "eps", "weight_decay"):
@@ -521,7 +524,7 @@ def remat(m: Migration):
         m.set("model.remat", kinds.get(str(value).upper(), "auto"), key)
 
 
-IN_FP32 = re.compile(r"(?i)qwen[-_]?[23]|gemma[-_]?4")  # models whose config multiplies in fp32 unless it says otherwise
+IN_FP32 = re.compile(r"(?i)qwen[-_]?[23]|gemma[-_]?4")  # fp32 unless the config says otherwise
 
 
 def dtypes(m: Migration):
