@@ -222,8 +222,10 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     assert (c.optimizer.lr, c.optimizer.warmup_steps, c.optimizer.decay_steps, c.optimizer.schedule) == (3e-6, 4, 36, "cosine")
     assert (c.optimizer.b1, c.optimizer.b2, c.optimizer.eps, c.optimizer.weight_decay, c.optimizer.max_grad_norm) == (0.9, 0.95, 1e-7, 1e-4, 0.5)
     assert (c.algorithm.num_minibatches, c.algorithm.clip_low, c.algorithm.kl.coef, c.train.steps) == (2, 0.1, 0.01, 40)
-    assert (c.mesh.tp, c.checkpoint.every_steps, c.checkpoint.keep, c.train.param_dtype) == (4, 20, 2, "fp32")
+    assert (c.mesh.tp, c.checkpoint.every_steps, c.checkpoint.keep, c.train.param_dtype) == (4, 10, 2, "fp32")  # each 20 of 2 updates a step
     assert c.mesh.roles.policy.rest == "host"
+    tunix(tmp_path, TUNIX.replace("agentic.agentic_grpo_learner", "grpo.grpo_learner").replace(", max_response_length=256", ""))
+    assert load_config("job.py").train.steps == 20  # where max_steps counts optimizer steps, two a step
 
 
 @pytest.mark.parametrize(("change", "asked"), [

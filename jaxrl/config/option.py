@@ -87,6 +87,7 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
     ">=0": (lambda x: x >= 0, "must not be negative"),
     ">=1": (lambda x: x >= 1, "must be at least 1"),
     "1..256": (lambda x: 1 <= x <= 256, "must lie in 1..256"),
+    "1..8192": (lambda x: 1 <= x <= 8192, "must lie in 1..8192"),
     "0..1": (lambda x: 0 <= x <= 1, "must lie in 0..1"),
     "(0, 1)": (lambda x: 0 < x < 1, "must lie between 0 and 1"),
     "[0, 1)": (lambda x: 0 <= x < 1, "must lie in [0, 1)"),

@@ -189,7 +189,7 @@ def test_what_a_teacher_said_belongs_to_its_picture():
 def test_models_that_see_other_images_are_refused(tmp_path):
     """A teacher or reward model without a tower, or with one that cuts or normalises otherwise."""
     half = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-    images = SimpleNamespace(rule=SimpleNamespace(patch=4, merge=2, frames=2, **half), **half, window=0)
+    images = SimpleNamespace(rule=SimpleNamespace(patch=4, merge=2, frames=2, **half), **half, window=0, videos=False)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     assert towers.described(str(tmp_path), None, images)["jaxrl_images"]["depth"] == 2
     assert "jaxrl_images" not in towers.described(str(tmp_path), None)

@@ -70,8 +70,10 @@ def data(m: Migration):
 
 
 def run(m: Migration):
+    """max_steps counts optimizer steps, the agentic learner's steps, as for the command line."""
     key, every = TRAINING + "max_steps", TRAINING + "eval_every_n_steps"
-    m.set("train.steps", m.integer(key) or 1, key)
+    each = 1 if meaning.algorithm(m) == AGENTIC else common.updates(m)
+    m.set("train.steps", -(-(m.integer(key) or 1) // each), key)
     if not m.integer(key):
         m.needs("train.steps: max_steps is not set: the rows' batches times epochs")
     m.set("eval.every_steps", 0, every)
@@ -84,13 +86,13 @@ def optimizer(m: Migration):
     if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value")):
         m.needs("optimizer.lr: no learning rate of optax is found: give "
                 f"{OPT}learning_rate=RATE after the file")
-        for name in ("b1", "b2", "weight_decay"):
-            m.set(f"optimizer.{name}", float(m.number(OPT + name)), OPT + name)
+        for name in ("b1", "b2", "eps", "weight_decay"):
+            value = m.number(OPT + name)
+            m.set(f"optimizer.{name}", float(meaning.OPTAX[name] if value is None else value), OPT + name)
         m.set("optimizer.schedule", "constant", OPT + "schedule_type")
     else:
         meaning.optimizer(m)
         m.options.pop("optimizer.max_grad_norm")
-    m.set("optimizer.eps", float(m.number(OPT + "eps")), OPT + "eps")
     m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP)
 
 
@@ -112,7 +114,7 @@ def _rule(rule: Key | Joint) -> Key | Joint:
     if not isinstance(rule, Joint):
         return rule
     rate = {OPT + "learning_rate": 1e-6}
-    more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate), Key(OPT + "eps", "equivalent", default=1e-8, other=1e-6, beside=rate)),
+    more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate),),
             "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"),)}
     return replace(rule, keys=rule.keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
 
