@@ -34,6 +34,7 @@ from jaxrl.rl.trajectories import collect, results_from_bytes, results_to_bytes
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
 from jaxrl.rollout.episodes import EpisodeEngine
 from jaxrl.training.layout import RowShapes, make_layout
+from jaxrl.types import Places
 
 WORLDS = Path(picture_worlds.__file__).resolve()
 TOKENS, LONGEST, END = 48, 192, 2
@@ -243,7 +244,7 @@ def test_pictures_of_the_row_are_shown_again():
         prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red ?"}]}]
         ids, at = engine.renderer.first_with_images(prompt)
         whole = np.insert(ids, at[0], [ids[at[0]]] * (count - 1)).astype(np.int32)
-        places = SimpleNamespace(firsts=at, grids=np.array([grid]), numbers=np.array([number]), kept=(held,))
+        places = Places(at, np.array([grid]), np.array([number]), (held,))
         own = source.pictures([places])
         results = generate(engine, requests(1, 2, prompt, whole, own), 600.0)
         traj = collect(requests(1, 2, prompt, whole, own), results, images=source)

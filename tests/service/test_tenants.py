@@ -239,10 +239,10 @@ def test_waiting_requests_of_a_session_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl.service.worker.WAITING_BYTES", 1000)
     worker = queue(tmp_path, 1)
     for number in (1, 2, 3):
-        worker.check_room("a", "a:train:0", number, 300)
+        worker.check_room("a", "a:train:0", number, 300, "forward")
         posted(worker, "a:train:0", number, 300)
     with pytest.raises(Refused, match="900 bytes of requests of this session wait already") as found:
-        worker.check_room("a", "a:train:0", 4, 300)
+        worker.check_room("a", "a:train:0", 4, 300, "forward")
     assert found.value.status == 429
-    worker.check_room("a", "a:train:0", 0, 300)
-    worker.check_room("b", "b:train:0", 4, 300)
+    worker.check_room("a", "a:train:0", 0, 300, "forward")
+    worker.check_room("b", "b:train:0", 4, 300, "forward")

@@ -157,7 +157,8 @@ def _left_out(rule: Key | Joint) -> Key | Joint:
 ROLES = {TRAIN: "student_train.", INFER: "student_infer.", REF: "teacher."}
 ON_POLICY = replace(TABLE, job="on_policy_distill", jobs=(), rules=renamed((
     *(_left_out(rule) for rule in TABLE.rules if getattr(rule, "name", "") not in (REF + "**", "is_pure_opd", "use_opd")
-      and getattr(rule, "title", "") != "dtype of the reference"),
+      and getattr(rule, "title", "") not in ("dtype of the reference", "replayed experts")),
+    K(TRAIN + "router_replay.mode", "unsupported", fine=("disable", ""), why="distillation takes the experts that the trainer chooses"),
     Joint("distillation", keys(
         (REF + "model_args.model_name_or_path", None, "a/teacher"), (REF + "*.model_args.model_name_or_path", None, None),
         (REF + "opd_kl_coef", 1.0, 0.5), ("is_pure_opd", True, None), ("use_opd", False, None), ("pure_opd_pipeline_type", "rlvr", None)),

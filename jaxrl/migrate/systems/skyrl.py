@@ -33,7 +33,8 @@ JOBS = (
 
 
 BIAS, RATE = MEGATRON + "moe_router_enable_expert_bias", MEGATRON + "transformer_config_kwargs.moe_router_bias_update_rate"
-REPLAYED = {"trainer.strategy": "megatron", MEGATRON + "moe_enable_routing_replay": True, ENGINE + "enable_return_routed_experts": True}
+REPLAYED = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"  # one without the other does nothing
+WITH_MEGATRON = {"trainer.strategy": "megatron"}
 
 
 def changes_training(policy: str) -> tuple[Key, ...]:
@@ -212,8 +213,8 @@ TABLE = Table(
             K(RATE, "equivalent", default=1e-3, other=1e-2, beside={"trainer.strategy": "megatron", BIAS: True})),
             lambda m: m.text("trainer.strategy") == "megatron" and common.router_bias(m, BIAS, RATE)),
         Joint("replayed experts", (
-            K(MEGATRON + "moe_enable_routing_replay", "equivalent", default=False, other=True, beside=REPLAYED),
-            K(ENGINE + "enable_return_routed_experts", "equivalent", default=False, other=True, beside=REPLAYED)), meaning.routes),
+            K(REPLAYED[0], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[1]: True}),
+            K(REPLAYED[1], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[0]: True})), meaning.routes),
         Joint("memory", (
             K("trainer.micro_train_batch_size_per_gpu", "equivalent", default=1, other=4),
             K("trainer.micro_forward_batch_size_per_gpu", "equivalent", default=1, other=8),

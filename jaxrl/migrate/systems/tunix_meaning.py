@@ -424,10 +424,15 @@ def _shape(m: Migration, place: str, kind: str, peak: float) -> dict[str, tuple]
     return out | {"decay_steps": (max(length - warm, 1), place + "decay_steps", place + "warmup_steps")}
 
 
-def optimizer(m: Migration):
+def kind_of_optimizer(m: Migration):
+    """Says that an optimizer other than AdamW is not read."""
     kind = rate(m, OPT, "opt_type")
     if str(kind or "adamw").lower() != "adamw":
         m.lacks(OPT + "opt_type", f"{kind}: the optimizer is AdamW")
+
+
+def optimizer(m: Migration):
+    kind_of_optimizer(m)
     for option, (value, *keys) in _rate(m, OPT).items():
         m.set(f"optimizer.{option}", value, *keys)
     m.set("optimizer.max_grad_norm", 0.0, OPT + "opt_type")

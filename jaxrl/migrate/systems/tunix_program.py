@@ -28,9 +28,10 @@ CLASSES = {  # defaults of the classes, where they are not base_config.yaml's
 
 def model(m: Migration):
     """The model, or that of the tokenizer where no call names it."""
-    key, tokenizer = MODEL + "model_id", "tokenizer_config.tokenizer_path"
+    tokenizer = "tokenizer_config.tokenizer_path"
+    key = ACTOR + "model_id" if m.text(ACTOR + "model_id") else MODEL + "model_id"
     path = m.text(key) or m.text(ROLLOUT + "rollout_vllm_model_version") or m.text(tokenizer)
-    m.set("run.seed", 0, MODEL + "rng_seed")
+    m.set("run.seed", m.integer(MODEL + "rng_seed") or 0, MODEL + "rng_seed")
     if not path:
         m.needs(f"model.path: give {key}=NAME after the file")
         return
@@ -58,6 +59,11 @@ def data(m: Migration):
     path = m.text("data_directory")
     if path:
         common.data_files(m, [path], "data_directory")
+    elif m.text("dataset_name"):
+        repo, _, subset = m.text("dataset_name").partition(":")
+        m.set("data.path", (repo,), "dataset_name")
+        if subset:
+            m.set("data.subset", subset, "dataset_name")
     m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file")
     if m.text(AGENTIC + "system_prompt"):
         m.set("data.system_prompt", m.text(AGENTIC + "system_prompt"), AGENTIC + "system_prompt")
@@ -83,7 +89,8 @@ def run(m: Migration):
 
 
 def optimizer(m: Migration):
-    if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value")):
+    meaning.kind_of_optimizer(m)
+    if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value", "value", "init_value")):
         m.needs("optimizer.lr: no learning rate of optax is found: give "
                 f"{OPT}learning_rate=RATE after the file")
         for name in ("b1", "b2", "eps", "weight_decay"):
@@ -93,7 +100,7 @@ def optimizer(m: Migration):
     else:
         meaning.optimizer(m)
         m.options.pop("optimizer.max_grad_norm")
-    m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP)
+    m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP, OPT + "opt_type")
 
 
 def dtypes(m: Migration):
@@ -101,12 +108,15 @@ def dtypes(m: Migration):
     key = ACTOR + "load_dtype"
     found = common.DTYPES.get(m.text(key), "")
     m.set("train.param_dtype", found or "fp32", key)
-    m.set("train.compute_dtype", "bf16", MODEL + "dtype")
-    m.set("rollout.dtype", "bf16", MODEL + "dtype")
+    computed = common.DTYPES.get(m.text(MODEL + "dtype"), "bf16")
+    m.set("train.compute_dtype", computed, MODEL + "dtype")
+    m.set("rollout.dtype", computed, MODEL + "dtype")
     m.needs("train.param_dtype, train.compute_dtype: the program's models say in which dtype weights are kept and computed; "
-            f"here {found or 'fp32'} and bf16")
+            f"here {found or 'fp32'} and {computed}")
 
 
+# other values that change a program's config; None = none does: no call of a program gives the key, or only one value is read
+OTHER = {ACTOR + "load_dtype": "bfloat16", ACTOR + "mesh.shape": None, OPT + "opt_type": None, OPT + "schedule_type": None}
 OWN = {"model": model, "batch": batch, "data": data, "length of the run": run, "optimizer": optimizer, "dtypes": dtypes}
 
 
@@ -116,7 +126,8 @@ def _rule(rule: Key | Joint) -> Key | Joint:
     rate = {OPT + "learning_rate": 1e-6}
     more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate),),
             "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"),)}
-    return replace(rule, keys=rule.keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
+    keys = tuple(replace(key, other=OTHER.get(key.name, key.other)) for key in rule.keys)
+    return replace(rule, keys=keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
 
 
 VLLM = ("server_mode", "async_scheduling", "hbm_utilization", "max_num_seqs", "max_num_batched_tokens", "tpu_backend_type",

@@ -94,7 +94,7 @@ def offloaded_state(o: str) -> Joint:
     """Returns the rule of Megatron's optimizer on the host: where its state lies and its numbers are made."""
     override = o + "override_optimizer_config."
     return Joint("offloaded optimizer state", (
-        K(override + "optimizer_cpu_offload", "equivalent", default=False, other=True),
+        K(override + "optimizer_cpu_offload", "equivalent", default=False, other=True, beside={override + "optimizer_offload_fraction": 1.0}),
         K(override + "optimizer_offload_fraction", "equivalent", default=0.0)),
         lambda m: offloaded(m, override))
 
