@@ -68,6 +68,13 @@ def test_gemma_3_is_sampled_here_and_sees_squares(system, settings, size):
     assert v.get("model.frozen", (r"vision/(group|layer)_\d+/.*",)) == (r"vision/(group|layer)_\d+/.*",)
 
 
+@pytest.mark.parametrize("longest, planned", [(256, 0), (257, 256), (4096, 256)])
+def test_the_printed_plan_of_gemma_3_has_a_whole_image_or_none(longest, planned):
+    assert of("verl", {**VERL, M + "path": "google/gemma-3-12b-it", D + "max_prompt_length": longest}).image_tokens == planned
+
+
+
+
 @pytest.mark.parametrize(("pattern", "want"), [
     ("visual", "vision/.*"), ("model.visual", "vision/.*"), ("^visual", "vision/.*"), (r"^model\.visual\..*", "vision/.*"),
     ("vision_model", "vision/.*"), ("vision_model.blocks", r"vision/(group|layer)_\d+/.*"), ("vision_model.patch_embed", "vision/patch/.*"),

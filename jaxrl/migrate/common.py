@@ -226,7 +226,7 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
     if name == "limit_mm_per_prompt.image":
         m.set("data.max_images", int(value), key)
     elif name.startswith("limit_mm_per_prompt."):
-        m.mark(key, "inert", "videos and sound are not read")
+        m.mark(key, "inert", "servers are sent images alone")
     elif name.startswith("speculative_config"):
         m.lacks(key, "speculative decoding")
     elif "." in name:  # a table within vLLM's options, which it takes as JSON

@@ -134,7 +134,8 @@ def _squares(m: Migration) -> None:
         for key in m.options.pop(option, (None, ()))[1]:
             if m.given(key):
                 m.mark(key, "inert", "Gemma 3 sees every image as 896 x 896 pixels, 256 tokens")
-    m.image_tokens = min(m.options.get("data.max_prompt_tokens", (512, ()))[0] * 3 // 4, 256)
+    longest = m.options.get("data.max_prompt_tokens", (512, ()))[0]
+    m.image_tokens = 256 if longest > 256 else 0  # a plan takes whole images
 
 
 def _of_rows(m: Migration) -> None:

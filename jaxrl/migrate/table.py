@@ -377,7 +377,9 @@ class Migration:
                     self.marks[s.key] = ("inert", "asks for nothing: " + key.why)
         elif key.kind == "ask" and settings:
             for s in settings:
-                if s.value not in (*key.fine, None, "", [], {}) and not said:
+                if s.value in (*key.fine, None, "", [], {}):
+                    self.marks.setdefault(s.key, ("inert", "asks for nothing: " + key.why))
+                elif not said:
                     self.needs(f"{s.key}={_short(s.value)}: {key.why}")
                     said = key.name.endswith("**")
         elif key.to:

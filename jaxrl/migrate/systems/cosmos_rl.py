@@ -22,7 +22,7 @@ SFT, KL, DAPO, ON = {P + "type": "sft"}, {P + "kl_beta": 0.1}, {P + "variant": "
 DIST = {DISTILL + "enable": True, DISTILL + "model_name_or_path": "a/teacher"}
 DENSE, SERVICE, SAVE = {**DIST, DISTILL + "top_k": 8}, {P + "use_remote_reward": True}, {TRAIN + "ckpt.enable_checkpoint": True}
 LORA_ON, PROF, TURNS = {LORA + "target_modules": "all-linear"}, {"profiler.enable_profiler": True}, {TURN + "enable": True}
-DIFFUSION = "text models alone: diffusion, video and robots are out of scope"
+DIFFUSION = "language models alone, also with images: diffusion, video and robots are out of scope"
 D = POLICY + "diffusers."
 OTHERS = (  # keys that ask for no text model, their defaults, and those of other versions
     (POLICY + "is_diffusers", False), (TRAIN + "non_text", False), (TRAIN + "ema_enable", False), ("vla.vla_type", "openvla-oft"),

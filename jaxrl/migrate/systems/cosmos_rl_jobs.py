@@ -42,7 +42,7 @@ def layout(m: Migration):
 def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
     backend = m.text(ROLL + "backend")
     if backend not in ("vllm", "vllm_async", "trtllm"):
-        m.lacks(ROLL + "backend", f"{backend!r}: the engine is vLLM, for text", refuse=True)
+        m.lacks(ROLL + "backend", f"{backend!r}: the engine is vLLM, for language models", refuse=True)
         return
     devices.engine(
         m,

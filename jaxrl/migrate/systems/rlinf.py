@@ -79,7 +79,7 @@ AUTOMATIC = (
     ("inference.**", "log-probs are computed by the trainer", ()),
     (CRITIC + "**", "the critic is sharded and scored as the policy", ()),
 )
-ROBOTS = "robots, images and videos are not trained here"
+ROBOTS = "robots are not trained here, and a job with videos is not translated"
 
 JOBS = (
     Job("supervised fine-tuning of a language model", SFT, keys=("runner.task_type=sft",), unless=(

@@ -101,7 +101,7 @@ OTHER = (
     ("user_defined_rollout_loop_cls", "a loop of its own in Python: write an episode (docs/guides/environments.md)", ()),
     ("max_actions_per_traj", "of the agentic pipeline: write an episode (docs/guides/environments.md)", ("max_tokens_per_step",)),
     ("distill_**", "of its distillation pipeline", ()),
-    (TRAIN + DATA + "video_*", "videos and sound are not read", (TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
+    (TRAIN + DATA + "video_*", "a job with videos or sound is not translated", (TRAIN + DATA + "audio_*", TRAIN + DATA + "custom_data_kwargs_func")),
     ("beta", "of its DPO pipeline", ("label_smoothing",)),
 )
 

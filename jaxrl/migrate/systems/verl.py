@@ -383,7 +383,9 @@ TABLE = Table(
             K(ACTOR + "freeze_vision_tower", "equivalent", default=False)), images_meaning.verl),
         K(DATA + "mm_processor_kwargs.*", "ask", why="an option of the processor: data.image_* are those of jaxrl"),
         K(DATA + "image_patch_size", "automatic", why="the checkpoint's", also=(DATA + "return_multi_modal_inputs", DATA + "mm_processor_kwargs")),
-        K(DATA + "video_key", "inert", why="videos and sound are not read; rows without them lose nothing", also=(DATA + "audio_key",)),
+        K(DATA + "video_key", "unsupported", fine=("videos",), why="a job with videos is not translated: jaxrl reads them by data.video_column "
+          "(docs/guides/vision.md)"),
+        K(DATA + "audio_key", "unsupported", fine=("audios",), why="sound is not read"),
         K(DATA + "validation_shuffle", "automatic", why="evaluation takes all rows"),
         K(ACTOR + "loss_mode", "unsupported", fine=("vanilla",), refuse=True, why="of its recipe of entropy: actor.policy_loss.loss_mode is read",
           also=(ACTOR + "clip_cov_ratio", ACTOR + "clip_cov_lb", ACTOR + "clip_cov_ub", ACTOR + "kl_cov_ratio")),
