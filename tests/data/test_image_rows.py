@@ -324,8 +324,8 @@ from jaxrl.data.images import decode, source
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 cases.loaded(cases.config(["{tmp_path}/few.jsonl"]))
 before, made = peak(), []
-whole = source.picture_of
-source.picture_of = lambda *args: made.append(1) or whole(*args)
+whole = source.picture_of_frames
+source.picture_of_frames = lambda *args: made.append(1) or whole(*args)
 dataset, images = cases.loaded(cases.config(["{tmp_path}/many.jsonl"]))
 print(len(dataset), len(made), round(peak() - before))
 """
