@@ -9,7 +9,7 @@ never committed here (licences, size). For every config:
     outcome        full, partial or refused (exit 0 or 3); unreadable (2) only for those of UNREADABLE, with their reason
     keys           every key of the source stands in the report exactly once. What the source's keys are an independent reader
                    says: bash itself, which runs the script in a sandbox without commands (bubblewrap, no network, an empty
-                   PATH; every command but awk, which some compute with, only prints its words), and PyYAML for files of YAML, tomllib for those of TOML
+                   PATH; every command but awk, which some compute with, only prints its words), PyYAML for YAML, tomllib for TOML
     meaning        sequences per step, optimizer steps, learning rate, clips, KL, lengths, sampling, staleness, groups and
                    evaluation of the config that was written are what migrate_rules.py says, which was written down from the
                    sources' code and reads the independent reader's keys, not the tables; of Tunix and ROLL's agentic pipeline what
@@ -286,7 +286,8 @@ SHAPES = (
                      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     (r"gemma-3-1b", {**_GEMMA3, "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
                      "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}),
-    (r"gemma-3-4b", {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000,
+    (r"gemma-3-4b", {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999,
+                     "eoi_token_index": 256000,
                      "text_config": {**_GEMMA3, "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
                                      "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 1024,
                                      "rope_scaling": {"rope_type": "linear", "factor": 8.0}},

@@ -91,7 +91,8 @@ def _schedule_of_tunix(get, o: str, steps) -> dict:
 def _optimizer_of_tunix(get, o: str, c, of: str, steps) -> dict:
     """AdamW of optax with the keys that its function takes: of max_grad_norm it knows nothing, and nothing else clips."""
     theirs = _schedule_of_tunix(get, o, steps)
-    ours = {"learning rate": c.lr, "schedule": c.schedule, "warm-up": c.warmup_steps, "warm-up from": c.warmup_start if c.warmup_steps or c.warmup_fraction else 0.0,
+    ours = {"learning rate": c.lr, "schedule": c.schedule, "warm-up": c.warmup_steps,
+            "warm-up from": c.warmup_start if c.warmup_steps or c.warmup_fraction else 0.0,
             "decay": c.decay_steps, "floor": c.floor if c.schedule != "constant" else 0.0}
     if c.warmup_fraction:  # of a run whose length is not known
         ours["warm-up"], theirs["warm-up"] = c.warmup_fraction, 0.1
@@ -141,7 +142,8 @@ def tunix(k, c, version: str) -> dict:
         return _value(k.raw(name, None if replaced else BASE.get(name)))
 
     module = str(k.raw("python -m", ""))
-    mode = "agentic_grpo" if get("training_mode") == "agentic_grpo" else "ppo" if "ppo" in module or any(m.startswith("ppo_config") for m in k.keys) else "grpo"
+    mode = "agentic_grpo" if get("training_mode") == "agentic_grpo" else (
+        "ppo" if "ppo" in module or any(m.startswith("ppo_config") for m in k.keys) else "grpo")
     g, t = mode + "_config.", "rl_training_config."
     ppo, first = mode == "ppo", version < "0.1.7"
     prompts, group = get("batch_size"), 1 if ppo else get(g + "num_generations") or 2
@@ -184,7 +186,8 @@ def tunix(k, c, version: str) -> dict:
     if not updates:  # what the rows decide: passes over them
         rows["length"] = ((c.train.steps or None, c.data.epochs), (None, get("num_train_epochs") or 1))
     else:
-        rows["updates"] = (c.train.steps * a.num_minibatches * a.ppo_epochs, updates * each if mode == "agentic_grpo" else math.ceil(updates / each) * each)
+        rows["updates"] = (c.train.steps * a.num_minibatches * a.ppo_epochs,
+                           updates * each if mode == "agentic_grpo" else math.ceil(updates / each) * each)
         rows["mini-batches"] = (a.num_minibatches, 1 if shared else prompts / mini)
     if ppo:
         rows |= {
@@ -218,7 +221,8 @@ def tunix(k, c, version: str) -> dict:
     rows |= _optimizer_of_tunix(get, t + "actor_optimizer_config.", c.optimizer, "policy", updates)
     if ppo and any(m.startswith(t + "critic_optimizer_config") for m in k.keys):
         own = dict(c.critic.optimizer)
-        names = ("schedule", "warmup_steps", "warmup_start", "warmup_fraction", "decay_steps", "floor", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
+        names = ("schedule", "warmup_steps", "warmup_start", "warmup_fraction", "decay_steps", "floor", "b1", "b2", "eps", "weight_decay",
+                 "max_grad_norm")
         critic = type("Critic", (), {"lr": c.critic.lr, **{n: own.get(n, getattr(c.optimizer, n)) for n in names}})
         rows |= _optimizer_of_tunix(get, t + "critic_optimizer_config.", critic, "critic", updates)
     return rows
@@ -328,7 +332,8 @@ def _loss_of_roll(get, c, version: str, rows_per_micro: float, rows_per_update: 
     pg = "agentic_actor_pg_worker" in str(get("actor_train.worker_cls")) and (get("actor_train.pg_variant") or "vanilla")
     kind = {False: "clip", "ppo": "clip", "vanilla": "pg", "topr": "topr"}.get(pg)
     mode = get("loss_agg_mode") or ("seq-mean-token-sum" if version < "0.1.1" else "seq-mean-token-mean")
-    how = {"token-mean": "token_mean", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"}[mode]
+    how = {"token-mean": "token_mean", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-mean": "sequence_mean",
+           "seq-mean-token-sum-norm": "constant"}[mode]
     rows = {"loss": (a.policy_loss, kind or a.policy_loss), "aggregation": (a.aggregation, how),
             "entropy": (a.entropy_coef, get("entropy_loss_coef") or 0.0),
             "trained temperature": (a.temperature or c.rollout.temperature,  # beside weights from the sampler's log-probs the report says so
@@ -416,7 +421,8 @@ def roll_agentic(k, c, version: str) -> dict:
     held = "actor_infer.generating_args." if own or early else "val_env_manager.generating_args."
 
     def drawn(at):
-        found = tuple(default if get(at + name) is None else get(at + name) for name, default in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)))
+        found = tuple(default if get(at + name) is None else get(at + name)
+                      for name, default in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)))
         return (found[0], found[1], -1 if found[2] in (0, -1) else found[2])
 
     longest = get("sequence_length") or get("response_length") + (get("prompt_length") or 1024)
@@ -445,7 +451,8 @@ def roll_agentic(k, c, version: str) -> dict:
         rows["staleness"] = (c.rollout.max_staleness, math.ceil(ratio or 0))
     parts = _numbers(get("train_env_manager.num_groups_partition") or [128])
     count = _rows_of(c.data.path[0])
-    rows["shares of tags"] = (tuple(round(count.get(tag, 0) / sum(count.values()), 3) for tag in tags), tuple(round(p / sum(parts), 3) for p in parts))
+    rows["shares of tags"] = (
+        tuple(round(count.get(tag, 0) / sum(count.values()), 3) for tag in tags), tuple(round(p / sum(parts), 3) for p in parts))
     if c.eval.sets or every > 0 and any(m.startswith("val_env_manager.") for m in k.keys):
         rows["evaluation"] = ((c.eval.every_steps, c.eval.before), (max(every, 0), every > 0))
     if c.eval.sets and c.eval.every_steps:

@@ -141,7 +141,8 @@ def test_the_first_versions_have_a_kl_and_a_penalty_of_their_own():
     early = {**GROUPED, "adv_estimator": "grpo", "custom_envs.SimpleSokoban.env_config.max_steps": 6, "train_env_manager.format_penalty": -0.1}
     m = migrated("roll/agentic", early, "0.1.0")
     v = values(m)
-    assert (v["algorithm.kl.coef"], v["algorithm.kl.placement"], v["algorithm.kl.estimator"], v["algorithm.advantage"]) == (0.2, "reward", "k1", "returns")
+    assert (v["algorithm.kl.coef"], v["algorithm.kl.placement"], v["algorithm.kl.estimator"], v["algorithm.advantage"]) == (
+        0.2, "reward", "k1", "returns")
     assert v["env.max_turns"] == 6 and "'max_steps': 6" in m.files["job_env.py"] and any("format_penalty" in text for text in m.needs_you)
     later = migrated("roll/agentic", early, "0.1.3")
     assert values(later)["algorithm.kl.coef"] == 0.0 and not any("format_penalty" in text for text in later.needs_you)

@@ -229,7 +229,8 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "asked"), [
-    (("temperature=0.1)", "temperature=0.1)\nother = base_rollout.RolloutConfig(temperature=0.2)"), "rollout_config.temperature=... has several values"),
+    (("temperature=0.1)", "temperature=0.1)\nother = base_rollout.RolloutConfig(temperature=0.2)"),
+     "rollout_config.temperature=... has several values"),
     (("mini_batch_size=8", "mini_batch_size=SIZE // int(os.getenv('N'))"), "rl_training_config.mini_batch_size"),
     (("base = {", "base = {}\nbase = {"), "rollout_config.**=base is computed"),
     (("return_logprobs\": True}", "return_logprobs\": True}\nbase[\"temperature\"] = 0.3"), "rollout_config.**=base is computed"),

@@ -414,8 +414,9 @@ class EmbeddedEngine(Engine):
         s, prompt = sample.slot, sample.request.prompt
         self._whose[s] = sample.request.adapter
         pictures, tower = sample.request.pictures, self._vision
-        of_images = () if pictures is None else (pictures.grids, tower.merge, pictures.delays)
-        shift = None if tower is None else 0 if tower.two_way or not of_images else rotary_shift(*of_images)
+        shift = None if tower is None else 0
+        if tower is not None and pictures is not None and not tower.two_way:
+            shift = rotary_shift(pictures.grids, tower.merge, pictures.delays)
         for column, value in zip(progress, (prompt[-1], len(prompt) - 1, 0, sample.limit, True, shift), strict=True):
             if column is not None:
                 column[s] = value

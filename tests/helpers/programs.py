@@ -108,7 +108,8 @@ def pictures(task):
         if first[0] != 200:
             return [list(first)]
         messages += [said(first), user([part(more) if more else {"type": "image"}])]
-    bad = part("http://127.0.0.1/a.png"), part("a.png"), {"type": "image_url"}, {"type": "image_url", "image_url": {"url": 3}}, {"type": "input_audio"}
+    bad = part("http://127.0.0.1/a.png"), part("a.png"), {"type": "image_url"}, {"type": "image_url", "image_url": {"url": 3}}, \
+        {"type": "input_audio"}
     refusals = [ask([user([one])]) for one in bad]
     return [*refusals, ask([{"role": "assistant", "content": [part(task["row"]["shown"])]}, user("go")])]
 

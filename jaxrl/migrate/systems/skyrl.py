@@ -211,7 +211,7 @@ TABLE = Table(
         Joint("routers' bias", (
             K(BIAS, "equivalent", default=False, other=True, beside={"trainer.strategy": "megatron"}),
             K(RATE, "equivalent", default=1e-3, other=1e-2, beside={"trainer.strategy": "megatron", BIAS: True})),
-            lambda m: m.text("trainer.strategy") == "megatron" and common.router_bias(m, BIAS, RATE)),
+            lambda m: common.router_bias(m, BIAS, RATE) if m.text("trainer.strategy") == "megatron" else None),
         Joint("replayed experts", (
             K(REPLAYED[0], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[1]: True}),
             K(REPLAYED[1], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[0]: True})), meaning.routes),

@@ -43,7 +43,8 @@ CALLS = Calls(
         "create_model_from_safe_tensors": ("", {"dtype": "actor_model_config.load_dtype", "config": None, "mesh": None, "file_dir": None}, {}),
     },
     trainers={"GRPOLearner": ("", LEARNER), "PPOLearner": ("", LEARNER), "PPOTrainer": ("", LEARNER),
-              "PeftTrainer": ("tunix peft_main", {}), "DPOTrainer": ("tunix dpo_trainer", {}), "DistillationTrainer": ("tunix distillation_trainer", {})},
+              "PeftTrainer": ("tunix peft_main", {}), "DPOTrainer": ("tunix dpo_trainer", {}),
+              "DistillationTrainer": ("tunix distillation_trainer", {})},
     loads={
         "AutoTokenizer.from_pretrained": (("tokenizer_config.tokenizer_path",), {}),
         "AutoModel.from_pretrained": ((MODEL + "model_id",), {"model_id": MODEL + "model_id"}),
