@@ -1,4 +1,4 @@
-"""What the training service costs beside the devices: HTTP, order and journal of a call, and the memory of a run.
+"""What the training service costs besides the computation on devices: HTTP, order and journal of a call, and the memory of a run.
 
     python benchmarks/service_costs.py [--calls 200] [--out benchmarks/results/service_costs.json]      # two minutes on two cores
 
@@ -7,7 +7,7 @@ process that sends a request, asks for its result, and sends the next one. Proce
 the machine does not change it much; latencies are what the client waited, and need a quiet machine. `trainer` is the call of the jitted
 functions and what waits for them, which a loop without a service has, too.
 
-The memory of a run is what `jax.live_arrays` holds with it and did not hold without it, beside the formula: 4 bytes for each number of an
+The memory of a run is what `jax.live_arrays` holds with it and did not hold without it, and the formula for it: 4 bytes for each number of an
 adapter of the server's largest rank, its two moments and, between forward_backward and optim_step, its gradient. Needs torch and transformers
 (extra `test`), which make the model.
 """

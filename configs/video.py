@@ -3,7 +3,7 @@
 Command:   jaxrl train --config=configs/video.py           # supervised
            jaxrl train --config=configs/video.py:rl        # GRPO after a warm start that ends early
 Hardware:  any; two CPU cores.
-Expected:  docs/guides/vision.md, which has the accuracy on grey and on exchanged videos, too.
+Expected:  docs/guides/vision.md, which also has the accuracy of the controls blank and swapped.
 
 Variants:  short (ends before it sees well: the warm start of rl); rl; each with 'qwen2_5_' or 'qwen2_' before it: with a Qwen2.5-VL or a Qwen2-VL
            in place of a Qwen3-VL (qwen2_5, qwen2: the first one); each with 'tiny_' before it: a few seconds, learns next to nothing; for tests.

@@ -13,7 +13,7 @@ from jaxrl import data as jaxrl_data
 from jaxrl import models
 from jaxrl.config.load import get
 from jaxrl.data.images import video
-from jaxrl.data.images.read import shown_image
+from jaxrl.data.images.read import shown_image, shows_video
 from jaxrl.data.images.resize import RULES, as_fields
 from jaxrl.data.images.source import ImageSource
 from jaxrl.errors import ConfigError
@@ -100,11 +100,18 @@ def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict) -
         row, where = dataset.tables[int(dataset.arrays["rows"][0])]
         reader = dataset.reader
         text = (reader.prompt, reader.completion, reader.answer)
-        name = next((name for name, cell in row.items() if name not in text and shown_image(cell)), None)
+        found = {name: (shown_image(cell), bool(spec.data.video_column) and shows_video(cell))
+                 for name, cell in row.items() if name not in text}
+        name = next((name for name, seems in found.items() if any(seems)), None)
         if name is not None and not dataset.patches.any():
-            raise ConfigError(f"{where}: the column {name!r} holds an image ({shown_image(row[name])}) that nothing "
-                              f"reads: set data.image_column={name!r}, or data.image_column='' to leave images out")
-    if not images.used and images.column != DEFAULT_COLUMN:
+            shown, of_video = found[name]
+            held = f"an image ({shown})" if shown else "a video"
+            ways = [f"data.image_column={name!r}"] * bool(shown)
+            left = "data.image_column='' to leave " + ("images out" if shown else "videos out")
+            ways += [f"data.video_column={name!r}" + " if these are frames of a video" * bool(shown)] * of_video
+            raise ConfigError(f"{where}: the column {name!r} holds {held} that nothing reads: set "
+                              f"{', or '.join(ways)}, or {left}")
+    if sets and not images.used and images.column != DEFAULT_COLUMN:
         columns = ", ".join(map(str, sets[0].tables[int(sets[0].arrays["rows"][0])][0]))
         raise ConfigError(f"data.image_column={images.column!r}: no row has an image there or in its messages; columns "
                           f"found: {columns}; data.image_column='' leaves images out")

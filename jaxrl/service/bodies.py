@@ -94,7 +94,7 @@ NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs
 def parse(body: bytes) -> dict:
     """Parses a JSON object. Raises Refused."""
     try:
-        found = json.loads(body, parse_constant=_no_number, parse_float=_finite)
+        found = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if SURROGATE.search(body):
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
@@ -104,13 +104,9 @@ def parse(body: bytes) -> dict:
     return found
 
 
-def _no_number(name: str):
-    raise ValueError(f"{name} is no number of JSON")
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(found := float(text)):
-        raise ValueError(f"{text[:40]} is beyond the numbers of float64")
+        raise ValueError(f"{text[:40]} is no number of JSON, or beyond float64")
     return found
 
 

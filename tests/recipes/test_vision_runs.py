@@ -100,6 +100,23 @@ def test_images_in_a_column_that_is_not_read_are_refused(tmp_path, column, messa
         jaxrl.train(c, data=rows)
 
 
+@pytest.mark.parametrize(("column", "held", "message"), [
+    ("videos", [{"video": "clip", "fps": 2}], "column 'clips' holds a video that nothing reads: set data.video_column='clips', or"),
+    ("videos", ["1.jpg", "2.jpg"], "set data.image_column='clips', or data.video_column='clips' if these are frames of a video, or"),
+    ("", [{"video": "clip", "fps": 2}], None),  # left out on purpose
+])
+def test_videos_in_a_column_that_is_not_read_are_refused(tmp_path, column, held, message):
+    row = {"prompt": "how many red shapes?", "completion": "\\boxed{2}", "clips": held}
+    c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),
+                                        "data.video_column": column, "data.max_prompt_tokens": 64, **QUIET})
+    with Session(resolve(c), PythonInputs(data=[row] * 4)) as s:
+        if message is None:
+            assert open_run(s, with_engine=False).images is None
+            return
+        with pytest.raises(ConfigError, match=message):
+            open_run(s, with_engine=False)
+
+
 def test_a_column_of_images_that_no_row_has_is_refused(tmp_path):
     rows = [{"prompt": "how many red shapes?", "completion": "\\boxed{2}"}] * 4
     c = load_config("vision_sft:tiny", {"run.dir": str(tmp_path / "run"), "data.prompts_per_step": 2, "eval.sets": (), "eval.controls": (),

@@ -25,7 +25,8 @@ EDGE = 4096  # bytes at each end of a file, which tell it from others
 STARTS = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # of PNG, JPEG, WebP, BMP and GIF in base64
 VALUES = ("image", "image_url", "url", "path", "bytes", "base64")  # fields of a content part that hold an image
 VIDEO_VALUES = ("video", "frames", "path")  # and of one that holds a video
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+SUFFIXES = (  # of files of images
+    ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 FORMS = "encoded bytes, {bytes, path}, a path, a data URI, base64 text, a Pillow image or a uint8 array"
 
 
@@ -116,6 +117,14 @@ def shown_image(cell) -> str:
     if isinstance(value, str) and value.lower().endswith(SUFFIXES) and "\n" not in value:
         return _shown(value)
     return ""
+
+
+def shows_video(cell) -> bool:
+    """Returns whether a column's cell seems to hold a video: a table with one, or several that seem to be images."""
+    value = cell[0] if isinstance(cell, list | tuple) and cell else cell
+    if isinstance(value, dict):
+        return any(value.get(name) is not None for name in ("video", "frames"))
+    return value is not cell and len(cell) > 1 and bool(shown_image(value))
 
 
 def _of_text(text: str, root: Path | None) -> Image:

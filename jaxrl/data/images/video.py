@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.data.images.decode import animation
-from jaxrl.data.images.read import Image, ImageError, image_of
+from jaxrl.data.images.read import SUFFIXES, Image, ImageError, image_of
 from jaxrl.data.images.resize import READ_SIZE, Rule, rule_of
 from jaxrl.data.images.resize import as_fields as fields_of_images
 from jaxrl.errors import ConfigError, type_of
 
 RATES = ("fps", "sample_fps")  # fields that say how many frames a second has; sample_fps as in qwen-vl-utils
 FILES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv", ".ts")
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 RATE = 2.0  # frames a second that are taken where nothing says otherwise, and of frames without times
 
 
@@ -240,7 +239,7 @@ def _holds_videos(value) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 4
     return isinstance(value, list | tuple) or (isinstance(value, str) and not value.startswith("data:")
-                                               and not value.lower().endswith(PICTURES))
+                                               and not value.lower().endswith(SUFFIXES))
 
 
 def _moves(value, root: Path | None) -> bool:
@@ -326,9 +325,9 @@ def _folder(name: str, root: Path) -> list[Image]:
     folder = (root / name).resolve()
     if not folder.is_relative_to(root.resolve()):
         raise ImageError(f"{name!r}: lies outside data.image_root={root}; set it to a folder that holds all videos")
-    names = [path.name for path in folder.iterdir() if path.suffix.lower() in PICTURES]
+    names = [path.name for path in folder.iterdir() if path.suffix.lower() in SUFFIXES]
     if not names:
-        raise ImageError(f"{name!r}: the folder holds no pictures ({', '.join(PICTURES)})")
+        raise ImageError(f"{name!r}: the folder holds no pictures ({', '.join(SUFFIXES)})")
     return [image_of(str(Path(name) / one), root) for one in sorted(names, key=_natural)]
 
 

@@ -1,12 +1,12 @@
 """Where images and tokens lie, in numpy on the host: positions of tokens, rows and columns of patches, rows of patches.
 
 A token of text has three equal positions. An image whose first token has position p has (p, p + row, p + column), rows
-and columns being those of its tokens; what follows goes on at p + the larger of its two sides. A
-video whose frames follow each other without text between them (Qwen2-VL, Qwen2.5-VL) is several images that begin at
-one p, each delayed in time; what follows goes on behind the largest position of any of the three. So Qwen2-VL's paper,
-vLLM 0.32 and transformers up to 5.2 count; transformers 5.3 to 5.24 let text begin at p + the larger side, also where
-a video lasts longer. Where the tokens of an
-image see each other (VisionConfig.two_way), every token has one position, its index, and a reach.
+and columns being those of its tokens; the next token has p + the larger of the two sides. Where the tokens of an image
+see each other (VisionConfig.two_way), every token has one position, its index, and a reach.
+
+A video whose frames follow each other without text (Qwen2-VL, Qwen2.5-VL) is several images that begin at one p, each
+delayed in time; the next token comes after the largest position of any of the three. Qwen2-VL's paper, vLLM 0.32 and
+transformers up to 5.2 count so; transformers 5.3 to 5.24 take p + the larger side, also where a video lasts longer.
 
 Legend: R rows, L tokens per row, P patches per row, m patches per side of a token.
 """
