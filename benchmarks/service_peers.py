@@ -160,9 +160,8 @@ def asked(question) -> object:
         return f"{type(e).__name__}: {str(e)[:300]}"
 
 
-def client_main(servers: dict) -> None:
-    """Prints the figures of servers (name -> (url, model, process)), as JSON."""
-    clients = {name: Client(*about) for name, about in servers.items()}
+def throughput(clients: dict) -> dict:
+    """Returns server -> data and runs -> tokens a second and processor time, measured in turns."""
     shapes = {"even": [256] * DATA, "mixed": [8 + (k * 37) % 493 for k in range(DATA)]}
     rows = {}
     for shape, lengths in shapes.items():
@@ -182,7 +181,18 @@ def client_main(servers: dict) -> None:
                     "processor ms a 1000 tokens": 1e6 * middle[1] / sum(lengths),
                 }
             print(shape, count, {name: row[f"{shape}, {count}"] for name, row in rows.items()}, file=sys.stderr, flush=True)
-    print(json.dumps({"throughput": rows, "answers": {name: asked(lambda client=client: questions(client)) for name, client in clients.items()}}))
+    return rows
+
+
+def answers(clients: dict) -> dict:
+    """Returns server -> what it answers to the questions."""
+    return {name: asked(lambda client=client: questions(client)) for name, client in clients.items()}
+
+
+def client_main(part: str, servers: dict) -> None:
+    """Prints the figures of servers (name -> (url, model, process)), as JSON."""
+    parts = {"throughput": throughput, "answers": answers}
+    print(json.dumps(parts[part]({name: Client(*about) for name, about in servers.items()})))
 
 
 # ---- the servers
@@ -209,52 +219,25 @@ def wait_for(url: str, process) -> None:
     raise RuntimeError(f"the server at {url} does not answer")
 
 
-def main() -> None:
-    """Starts both servers and the client, prints the figures, and writes them if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default="", help="interpreter of the environment with skyrl")
-    parser.add_argument("--port", type=int, default=8431)
-    parser.add_argument("--out", default="")
-    parser.add_argument("--client", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.client:
-        client_main(json.loads(options.client))
-        return
+def measured(part: str, peer: str, port: int) -> dict:
+    """Returns the figures of one part, "throughput" or "answers", by servers of its own: skyrl's takes ten runs in its life."""
     sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests/service")]
-    from common import commit, machine
     from test_sdk import make_model
 
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as place, open(f"{place}/log", "w") as log:
-        make_model(Path(place) / "model")
-        ours = started(
-            [
-                sys.executable,
-                "-m",
-                "jaxrl",
-                "serve",
-                "tinker",
-                f"--model={place}/model",
-                "--rank=16",
-                "--unembed=leave-out",
-                "--max-length=512",
-                "--port=0",
-                f"--dir={place}/saved",
-            ],
-            log,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        theirs = started([options.peer, ROOT / "benchmarks/peers/skyrl_serve.py", f"{place}/model", options.port, place], log, stdout=log)
+        model = f"{place}/model"
+        make_model(Path(model))
+        flags = [f"--model={model}", "--rank=16", "--unembed=leave-out", "--max-length=512", "--port=0", f"--dir={place}/saved"]
+        ours = started([sys.executable, "-m", "jaxrl", "serve", "tinker", *flags], log, stdout=subprocess.PIPE, text=True)
+        theirs = started([peer, ROOT / "benchmarks/peers/skyrl_serve.py", model, port, place], log, stdout=log)
         try:
             url = re.search(r"TINKER_BASE_URL=(\S+)", ours.stdout.readline())[1]
-            servers = {"jaxrl": (url, f"{place}/model", ours.pid), "skyrl": (f"http://127.0.0.1:{options.port}", f"{place}/model", theirs.pid)}
+            servers = {"jaxrl": (url, model, ours.pid), "skyrl": (f"http://127.0.0.1:{port}", model, theirs.pid)}
             for name, process in (("jaxrl", ours), ("skyrl", theirs)):
                 wait_for(servers[name][0], process)
             environ = {**os.environ, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(
-                [options.peer, __file__, f"--client={json.dumps(servers)}"], env=environ, stdout=subprocess.PIPE, text=True, check=False
-            )
+            client = [peer, __file__, f"--client={part}", f"--servers={json.dumps(servers)}"]
+            done = subprocess.run(client, env=environ, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"the client ended with status {done.returncode}; the servers said:\n{Path(log.name).read_text()[-3000:]}")
         finally:
@@ -262,9 +245,28 @@ def main() -> None:
                 os.killpg(process.pid, signal.SIGTERM)
             for process in (ours, theirs):
                 process.wait(60)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Starts both servers and the client, prints the figures, and writes them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", default="", help="interpreter of the environment with skyrl")
+    parser.add_argument("--port", type=int, default=8431)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--client", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--servers", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        client_main(options.client, json.loads(options.servers))
+        return
+    load = os.getloadavg()[0]
+    found = {part: measured(part, options.peer, options.port + k) for k, part in enumerate(("throughput", "answers"))}
+    from common import commit, machine
+
     versions = subprocess.run([options.peer, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True).stdout
     theirs_has = {row["name"]: row["version"] for row in json.loads(versions) if row["name"] in ("skyrl", "tinker", "jax", "flax", "optax")}
-    found = {"commit": commit(), **machine(), "load before": load, "peer": theirs_has, **json.loads(done.stdout.splitlines()[-1])}
+    found = {"commit": commit(), **machine(), "load before": load, "peer": theirs_has, **found}
     print(json.dumps(found, indent=1))
     if options.out:
         Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
