@@ -1,6 +1,7 @@
 """Tests run on the CPU; an fp32 claim is tested with fp32 matmuls; arrays of different ranks meet only where the code
 says how (jax_numpy_rank_promotion)."""
 
+import compileall
 import gc
 import os
 from importlib.metadata import version
@@ -14,7 +15,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes that tests start, too
-# They read the bytecode of jaxrl and write none: Python takes a file that a test writes twice within a second for the first.
+# They read the bytecode of jaxrl and write none: Python takes a file that a test writes twice within a second for the first. So it
+# is written here, once: in a fresh clone every process would compile what it imports.
+if "PYTEST_XDIST_WORKER" not in os.environ and "PYTHONDONTWRITEBYTECODE" not in os.environ:
+    compileall.compile_dir(Path(__file__).parents[1] / "jaxrl", quiet=2)
 os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
 # Programs that were compiled before, by this run or an earlier one, are not compiled again, the small ones neither: a second
 # run of the tests takes a third of the time. Runs look there anyway.

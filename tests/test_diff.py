@@ -54,6 +54,7 @@ CASES = [  # file, line, change, boundary, what is said of it
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_first_difference_is_named(run, edit, case):
     file, line, change, boundary, said = CASES[case]

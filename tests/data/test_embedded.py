@@ -215,6 +215,7 @@ def colours_of(pixels):
     return out
 
 
+@pytest.mark.full
 @first_cases(1, "name", shapes.PICTURES)
 def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
     from PIL import Image

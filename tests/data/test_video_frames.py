@@ -46,6 +46,7 @@ def video(count, fps=None, times=None):
     return Video(frames, times or (fps and tuple(k / fps for k in range(count))) or None)
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_the_frames_of_transformers_are_taken(processors, family):

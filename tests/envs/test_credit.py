@@ -469,6 +469,7 @@ def test_cutting_a_trajectory_changes_neither_loss_nor_gradient(cut_twice, case)
     assert not any(of_parts[name].any() for name in of_whole.keys() - moved.keys())
 
 
+@pytest.mark.full
 def test_a_ratio_of_sequences_is_of_segments(cut_twice):
     """GSPO sees the cut: documented, and the test above can fail."""
     (_, of_whole), (_, of_parts) = cut_twice("gspo")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.tiers import first_only
+from helpers.tiers import first_cases, first_only
 
 from jaxrl.kernels.logprob import chunked, logprob_and_entropy
 
@@ -70,7 +70,7 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("transposed", [False, True])
+@first_cases(1, "transposed", [True, False])
 def test_a_part_of_low_rank_is_a_head_with_it_added(implementation, transposed, blocks):
     """Value and gradients of (hidden A) B beside the head, in float64; the head has no gradient of its own."""
     with jax.enable_x64(True):

@@ -126,6 +126,7 @@ def test_gradients(name, delta, heads, repeats, key, value, length, continues):
             assert np.linalg.norm(got[n] - want[n]) <= 1e-12 * np.linalg.norm(want[n]), n
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("delta", [pytest.param(True, marks=pytest.mark.full), False])
 @CHUNKED
 def test_neighbours_change_no_bit(name, delta):

@@ -152,6 +152,7 @@ def tiny(name, **options):
     return build({k: v for k, v in {**SIZES, **entries, "model_type": kind}.items() if v is not None}, scan_layers=False, **options)
 
 
+@pytest.mark.full
 @first_cases(1, "name", ["qwen3_5", "nemotron_h_dense"])
 def test_no_program_has_a_state_in_bf16(name):
     """Of a model in bf16: forward, backward, prefill, insert, extend and decode, before a compiler has seen them. Keys of 5, values of 7."""
@@ -171,6 +172,7 @@ def test_no_program_has_a_state_in_bf16(name):
         assert "x5x7xf32>" in text and "x5x7xbf16>" not in text, program
 
 
+@pytest.mark.full
 def test_a_token_that_runs_twice_is_seen():
     """Harmless in a model of attention alone, whose keys are written again; a state has taken it twice. So a prefill leaves out the last token."""
     found = {}

@@ -54,6 +54,7 @@ def test_every_gradient_equals_transformers(tmp_path, in_float64, kind):
           lambda model: rows_for(model, own, rows=[0, 0, 1, 1])[:2])
 
 
+@pytest.mark.full
 def test_every_gradient_of_videos_equals_transformers(tmp_path, in_float64):
     """Of rows with two videos, an image and text, packed into two; frames of one patch differ."""
     own = video_cases.sequences("qwen2_5_vl")

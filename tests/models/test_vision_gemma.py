@@ -73,6 +73,7 @@ def in_double():
         yield
 
 
+@pytest.mark.full
 def test_gradients_equal_transformers_in_double(folder, tmp_path):
     """Of every parameter of tower, projector and decoder, to 1e-10 of the largest; each has some."""
     import torch
@@ -195,6 +196,7 @@ def test_the_mask_of_each_kind_of_layer(tmp_path, pattern):
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_packed_sequence_is_the_sequence_alone(folder):
     """float64: log-probabilities and gradients of packed rows are the sums of those of each sequence alone."""
     with jax.enable_x64(True):

@@ -1,9 +1,12 @@
 """The supervised job on videos: the everyday case of jobs with videos."""
 
+import pytest
+
 import jaxrl
 from jaxrl.config import load_config
 
 
+@pytest.mark.full
 def test_a_supervised_job_on_videos_runs_and_is_evaluated_blind(tmp_path):
     """Frames of the rows become patches of two frames each, which loss and sampler read; the report keeps the pictures of a video."""
     c = load_config("video:tiny", {"run.dir": str(tmp_path / "run"), "log.console": "off", "log.tensorboard": False, "eval.max_rows": 4,

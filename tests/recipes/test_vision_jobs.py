@@ -56,6 +56,7 @@ BOXED = {"reward.model.path": "", "reward.model.dtype": "bf16", "reward.weights"
 PAIRS = {"eval.sets": ("pairs=jaxrl://shapes/pairs_test.parquet",), "eval.before": False}
 
 
+@pytest.mark.full
 def test_pairs_of_a_picture_train_a_policy(tmp_path):
     """Policy and reference begin equal, pictures tell completions apart, and each control is measured."""
     summary = jaxrl.train(job("dpo", tmp_path / "run", **PAIRS))

@@ -167,6 +167,7 @@ def finished(engine, conversations, together: int, name: str):
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hf, count", [("hybrid", 20), pytest.param("mamba", 20, marks=pytest.mark.full),
                                        pytest.param("hybrid", 2500, marks=pytest.mark.nightly)])
 def test_a_slot_knows_nothing_of_who_had_it_before(hf, count):

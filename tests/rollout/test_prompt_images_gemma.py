@@ -50,6 +50,7 @@ def logits_of(theirs, ids, pictures):
     return cases.theirs(theirs, ids, pictures.firsts.tolist(), pictures.grids.tolist(), pixels_of(pictures.numbers))
 
 
+@pytest.mark.full
 def test_greedy_tokens_are_transformers(both):
     """Of 0, 1 and 2 images side by side, prefilled once for the two samples of a group. (That log-probs of sampler and trainer agree:
     tests/recipes/test_vision_runs.py.)"""

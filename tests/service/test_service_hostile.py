@@ -109,6 +109,7 @@ def state(server, folder, of: dict) -> dict:
     }
 
 
+@pytest.mark.full
 def test_what_is_spoiled_is_accepted_as_it_is(town):
     """So a refusal is of what was spoiled. Bodies without a number first: the others are tasks of the run, in order."""
     _, port = town

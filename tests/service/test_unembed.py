@@ -140,6 +140,7 @@ def test_a_server_without_such_adapters_refuses_their_weights(tmp_path):
             start(LoraOptions(LARGEST, unembed=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a head of its own", "the embedding"])
 def test_samples_are_of_what_was_trained(tmp_path, tied):
     """After a step of the head alone, the sampler's log-probs of prompt and samples are the trainer's, and not the base's."""
