@@ -1,4 +1,4 @@
-"""Serves the protocol of the `tinker` SDK on this machine: LoRA training and sampling over one base model.
+"""Serves the protocol of the `tinker` SDK on this machine: training and sampling over one base model.
 
     jaxrl serve tinker --model=PATH [--name=NAME] [--rank=32] [--max-length=2048] [--port=8317] [--dir=runs/service]
 
@@ -8,7 +8,8 @@ The SDK's loops and the recipes of tinker-cookbook run against it unmodified:
 
   --model=PATH        Hugging Face folder or hub id of the base model
   --name=NAME         a further name of the model, for clients that ask for another one; may be given again
-  --rank=32           largest rank of an adapter: memory and time are those of this rank
+  --rank=32           largest rank of an adapter: memory and time are those of this rank; 0: a run has no adapter but
+                      trains all parameters (clients ask for rank=0), and one run at a time is on the devices
   --alpha=32          of every adapter; its scale is alpha / rank
   --unembed=train     what a run that asks for an adapter on the output matrix has (train_unembed=True, the SDK's
                       default): one; or leave-out: none, and the client's log has a warning. train costs every run
@@ -108,10 +109,13 @@ def parse(argv: list[str]) -> Options:
     for name, choices in CHOICES.items():
         if getattr(options, name) not in choices:
             raise ConfigError(f"--{name}={getattr(options, name)}: choose {' or '.join(choices)}")
-    for name, least in (("rank", 1), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0),
+    for name, least in (("rank", 0), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0),
                         ("image_tokens", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
+    if not options.rank and options.unembed != "train":
+        raise ConfigError(f"--unembed={options.unembed}: --rank=0 trains all parameters, the output matrix too; leave "
+                          "it out")
     return options
 
 
@@ -125,7 +129,8 @@ def config_of(options: Options):
 
     c = default_config()
     c.model.path, c.run.dir = options.model, options.dir
-    c.lora.rank, c.lora.publish = options.rank, "adapter"  # of scale 1; runs have their own
+    if options.rank:
+        c.lora.rank, c.lora.publish = options.rank, "adapter"  # of scale 1; runs have their own
     length = options.max_length
     c.data.max_prompt_tokens, c.rollout.max_new_tokens = length - 1, length - 1
     c.eval.max_new_tokens, c.train.max_sequence_tokens = length - 1, length
@@ -158,6 +163,7 @@ def build(options: Options, keys: dict[str, str] | None = None) -> Server:
     from jaxrl.roles import parameters
     from jaxrl.rollout import EngineContext, make_engine
     from jaxrl.rollout.engines import engine_row
+    from jaxrl.service.full import FullTrainer
     from jaxrl.service.images import Sight
     from jaxrl.service.journal import Journal
     from jaxrl.service.operations import Operations
@@ -170,28 +176,46 @@ def build(options: Options, keys: dict[str, str] | None = None) -> Server:
     from jaxrl.service.worker import Worker
 
     job, patches = open_base(options)
-    base = flattened(parameters.base_params(job))
+    base = flattened(parameters.base_params(job) if options.rank else parameters.initial_params(job))
+    digest = bytes(parameters.base_digest(base)).hex()
     places = flattened(parameters.param_shardings(job))
     chunk = job.config.train.logprob_chunk
-    trainer = Trainer(job.model, base, places, sharding.replicated(job.mesh), job.row_shapes, job.put, options.alpha,
-                      chunk, options.together)
+    devices = (places, sharding.replicated(job.mesh), job.row_shapes, job.put)
+    if options.rank:
+        trainer = Trainer(job.model, base, *devices, options.alpha, chunk, options.together)
+    else:
+        trainer = FullTrainer(job.model, base, *devices, chunk, *full_files(job))
+    del base
     engine = make_engine(EngineContext(job.config, job.model, job.tokenizer, job.mesh, (), job.hf_config, patches))
     read = training.make_reader(job.model, temperature=1.0, chunk=chunk, put=job.put)
     params = trainer.params if options.sampler == "jax" else trainer.params_without_scales
     sampler = Sampler(engine, read, job.row_shapes, params, trainer.base_leaves(),
                       turn=max(64, 2 * engine_row(job.config).slots(job.config.rollout, 0)))
     journal = Journal(Path(options.dir) / "journal", options.sync)
-    check_folder(journal.path.parent, options, bytes(parameters.base_digest(base)).hex())
+    check_folder(journal.path.parent, options, digest)
     worker = Worker(trainer, sampler, Snapshots(journal.path.parent, trainer, journal.sync))
     names = (options.names[0] if options.names else options.model, *options.names[1:],
              *([options.model] if options.names else []))
     operations = Operations(worker, Store(Path(options.dir)), names, job.eos_ids, options.max_length,
                             job.model.config.vocab_size, journal=journal, leave_out=options.unembed == "leave-out",
                             sight=Sight(job.images, options.image_tokens) if patches else None)
-    log.info("%d x %s, %.2f M parameters, adapters of rank 1 to %d", jax.device_count(), jax.devices()[0].device_kind,
-             job.model.base.num_parameters / 1e6, options.rank)
+    log.info("%d x %s, %.2f M parameters, %s", jax.device_count(), jax.devices()[0].device_kind,
+             job.model.base.num_parameters / 1e6,
+             f"adapters of rank 1 to {options.rank}" if options.rank else "all are trained")
     recover(operations, journal)
     return Server(make_app(operations, keys or {}), worker, names)
+
+
+def full_files(job):
+    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders."""
+    from jaxrl.models.io import hf
+    from jaxrl.models.parameters import flattened
+    from jaxrl.roles import parameters
+
+    def write(params, folder) -> None:
+        hf.export(job.model, params, folder, job.hf_config, "float32", job.tokenizer, eos_ids=job.eos_ids)
+
+    return write, lambda folder: flattened(parameters.initial_params(job, str(folder)))
 
 
 def open_base(options: Options):
@@ -209,7 +233,7 @@ def open_base(options: Options):
         patches, unit = options.image_tokens * images.merge**2, 8 * images.merge**2 * job.row_shapes.ranks
         room = (-(-patches // unit) * unit,) * len(job.row_shapes.lengths)
         job = dataclasses.replace(job, row_shapes=dataclasses.replace(job.row_shapes, patches=room))
-    if options.unembed == "train":
+    if options.unembed == "train" and options.rank:
         job = dataclasses.replace(job, model=with_head(job.model, options.rank))
     return job, patches
 
@@ -242,7 +266,10 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
     if was["digest"] != digest:
         raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
                           "dtype of it); name that one, or choose another --dir")
-    if was["alpha"] != options.alpha or was["rank"] > options.rank:
+    if (was["rank"] == 0) != (options.rank == 0):
+        raise ConfigError(f"--rank={options.rank}: the runs in {folder} were trained with --rank={was['rank']}, and 0 "
+                          "trains all parameters, without adapters; set that, or choose another --dir")
+    if options.rank and (was["alpha"] != options.alpha or was["rank"] > options.rank):
         raise ConfigError(f"--rank={options.rank} --alpha={options.alpha:g}: the runs in {folder} were trained with "
                           f"--rank={was['rank']} --alpha={was['alpha']:g}; set at least this rank and this alpha, or "
                           "choose another --dir")

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.models.adapters import peft
 from jaxrl.service import bodies, wire
 from jaxrl.service.journal import Journal, Record
 from jaxrl.service.owners import is_visible, user
@@ -38,7 +37,7 @@ log = logging.getLogger("jaxrl")
 RESULTS_SECONDS = 3600.0  # results are kept for as long
 NO_UNEMBED = "this server was started with --unembed=leave-out: train_unembed=True trains no output matrix here"
 JOURNAL_BYTES = 256 << 20  # of the journal, from which it is compacted
-VERSIONS = 64  # versions of weights that the sampler keeps
+VERSIONS, FULL_VERSIONS = 64, 3  # versions of weights that the sampler keeps, in host memory: adapters, whole models
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,6 +91,7 @@ class Operations:
         self.created: dict[tuple[str | None, str], tuple[str, str]] = {}  # (user, idempotency key) -> session, digest
         self.journal, self.snapshots, self.leave_out = journal, worker.snapshots, leave_out
         self.sight = sight
+        self.most_versions = VERSIONS if worker.trainer.rank else FULL_VERSIONS
         self.recorded: dict[str, Record] | None = None  # results of an earlier process, while its journal is replayed
         self._swept = time.monotonic()
 
@@ -344,7 +344,7 @@ class Operations:
     def _load(self, address: Address, about: dict, optimizer: bool):
         """Returns a run with saved weights. Called in the worker's thread."""
         options = LoraOptions(**about["lora"])
-        _, leaves = peft.read(self.store.adapter(address), self.trainer.model.base, head=True)
+        leaves = self.trainer.read(self.store.adapter(address))
         moments = None
         if optimizer:
             saved = self.store.moments(address)
@@ -438,10 +438,10 @@ class Operations:
                           identity=same)
 
     def _keep(self, name: str, leaves: dict) -> None:
-        """Gives the sampler a version, and drops the oldest ones beyond VERSIONS that no job needs."""
+        """Gives the sampler a version, and drops the oldest ones beyond most_versions that no job needs."""
         self.sampler.keep(name, leaves)
         old = [other for other in self.sampler.versions if other not in (BASE, name, *self.sampler.needed())]
-        for other in old[:max(0, len(self.sampler.versions) - VERSIONS)]:
+        for other in old[:max(0, len(self.sampler.versions) - self.most_versions)]:
             self.sampler.forget(other)
             if not other.startswith("tinker://"):
                 self.snapshots.forget_version(other)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from jaxrl.service import bodies
 from jaxrl.service.journal import Journal, Record
-from jaxrl.service.operations import VERSIONS, Model, Operations, Promise, SamplingSession, settle
+from jaxrl.service.operations import Model, Operations, Promise, SamplingSession, settle
 from jaxrl.service.owners import user
 from jaxrl.service.refusals import Refused
 from jaxrl.service.trainer import LoraOptions
@@ -36,7 +36,7 @@ def recover(operations: Operations, journal: Journal) -> None:
         elif sampler := (header.get("json") or {}).get("sampling_session_id"):
             operations.begin_sampling_session(sampler, SamplingSession(sampler, None))
     recorded, operations.recorded = operations.recorded, None
-    operations.snapshots.prune(VERSIONS)
+    operations.snapshots.prune(operations.most_versions)
     operations.compact(recorded)
     if operations.sessions:
         log.info("recovered %d sessions and %d runs in %.1f s; %d requests run again or for the first time",

@@ -117,8 +117,8 @@ class Api:
         """Returns what a run is."""
         model_id = bodies.read("model", bodies.parse(raw))["model_id"]
         options, name = self.operations.model(model_id).options, self.operations.names[0]
-        return {"type": "get_info", "model_id": model_id, "is_lora": True, "model_name": name,
-                "lora_rank": None if options is None else options.rank,
+        rank = None if options is None else options.rank
+        return {"type": "get_info", "model_id": model_id, "is_lora": bool(rank), "model_name": name, "lora_rank": rank,
                 "model_data": {"model_name": name, "tokenizer_id": name}}
 
     async def weights_info(self, request, raw):
@@ -126,7 +126,7 @@ class Api:
         address = Address.parse(bodies.read("weights_info", bodies.parse(raw))["tinker_path"])
         about = self.operations.store.about(address)
         lora = about["lora"]
-        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": lora["rank"],
+        return {"base_model": about["base_model"], "is_lora": bool(lora["rank"]), "lora_rank": lora["rank"],
                 "train_unembed": lora.get("unembed", False), "train_mlp": lora["mlp"], "train_attn": lora["attention"]}
 
     async def forward_backward(self, request, raw):
@@ -214,8 +214,8 @@ class Api:
             raise Refused(404, f"training run {run!r}: there is none of this name")
         rank = saved[0]["lora"]["rank"] if model is None or model.options is None else model.options.rank
         by_kind = {about["kind"]: _checkpoint(about) for about in reversed(saved)}
-        return {"training_run_id": run, "base_model": self.operations.names[0], "model_owner": "local", "is_lora": True,
-                "lora_rank": rank, "last_request_time": _time(saved[0]["time"] if model is None else model.used),
+        return {"training_run_id": run, "base_model": self.operations.names[0], "model_owner": "local",
+                "is_lora": bool(rank), "lora_rank": rank, "last_request_time": _time(saved[0]["time"] if model is None else model.used),
                 "last_checkpoint": by_kind.get("training"), "last_sampler_checkpoint": by_kind.get("sampler"),
                 "user_metadata": saved[0]["user_metadata"] if model is None else model.user_metadata}
 

@@ -68,7 +68,10 @@ class AdamState(NamedTuple):
 
 
 class LoraOptions(NamedTuple):
-    """What a run's adapter is: rank, seed of A, and which linear maps have one; unembed: the output matrix."""
+    """What a run's adapter is: rank, seed of A, and which linear maps have one; unembed: the output matrix.
+
+    rank 0: none, all parameters are trained (service.full).
+    """
 
     rank: int
     seed: int = 0
@@ -82,13 +85,13 @@ class Run:
     """One adapter in training.
 
     Attributes:
-      options: its LoraOptions. adapter: the same as models.adapters has it.
+      options: its LoraOptions. adapter: the same as models.adapters has it; None = all parameters are trained.
       state: TrainState without the base: `frozen` holds the scales alone.
       window: gradients since the last optim_step; None = none. loss: their sum of losses.
     """
 
     options: LoraOptions
-    adapter: adapters.Adapter
+    adapter: adapters.Adapter | None
     state: TrainState
     window: Any = None
     loss: float = 0.0
@@ -180,18 +183,18 @@ class Trainer:
                  together: int = 1):
         self.model, self.base, self.places, self.everywhere = model, base, places, everywhere
         self.row_shapes, self.put, self.alpha = row_shapes, put, alpha
-        self.rank = max(t.rank for t in model.adapter.targets)
+        self.rank = 0 if model.adapter is None else max(t.rank for t in model.adapter.targets)
         objective = SumOfTokens(chunk=chunk, max_grad_norm=0.0)
         self.optimizer = adam()
         self.update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
         self.shared_update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
-        self.unembed = adapters.adapts_head(model.adapter)
-        self.together = 1 if rows_mix(model, self.unembed) else together
+        self.unembed = bool(self.rank) and adapters.adapts_head(model.adapter)
+        self.together = 1 if not self.rank or rows_mix(model, self.unembed) else together
         scaled = make_scaled(model, objective)
         self._evaluate = jax.jit(lambda trainable, frozen, stats, batch: scaled(trainable, frozen, batch, stats)[1])
         self._start = jax.jit(lambda trainable, frozen: training.init_state(trainable, frozen, self.optimizer))
         self._zeros: dict[tuple, Any] = {}  # shape of a microbatch -> metrics to add to
-        self._stack, self._take = self._bank_programs()
+        self._stack, self._take = self._bank_programs() if self.rank else (None, None)
         self._add = jax.jit(lambda window, more: jax.tree.map(jnp.add, window, more), donate_argnums=0)
         self.dtype = jnp.result_type(jnp.float32, *(x.dtype for x in base.values() if x.dtype == jnp.float64))
 
@@ -206,7 +209,7 @@ class Trainer:
         """Starts a run: A drawn from the seed, B zero. Raises Refused for a rank that is not served."""
         if not 1 <= options.rank <= self.rank:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
-                          f"with --rank={max(options.rank, 1)}")
+                          f"with --rank={max(options.rank, 0)}" + " to train all parameters" * (options.rank == 0))
         adapter = lora_adapter(self.model.base, options, self.alpha)
         self._check_head(options)
         own = dataclasses.replace(self.model, adapter=adapter)
@@ -220,7 +223,10 @@ class Trainer:
         padded = self._padded({name: np.asarray(x, self.dtype) for name, x in leaves.items()})
         trainable = {name: x for name, x in padded.items() if not name.endswith("/scale")}
         state = self._start(trainable, {name: x for name, x in padded.items() if name not in trainable})
-        state = jax.device_put(state, self._places_of(state))
+        return self._run(options, adapter, jax.device_put(state, self._places_of(state)), moments)
+
+    def _run(self, options: LoraOptions, adapter, state: TrainState, moments) -> Run:
+        """Returns a run of a state on the devices, with the moments of a save if given."""
         run = Run(options, adapter, state)
         if moments is not None:
             count, mu, nu = moments
@@ -431,6 +437,10 @@ class Trainer:
             elif leaf == "scale":
                 out[name] = np.ones_like(leaves[name])
         return self.params(out)
+
+    def read(self, folder) -> dict:
+        """Returns the leaves that `export` wrote."""
+        return peft.read(folder, self.model.base, head=True)[1]
 
     def export(self, run: Run, folder) -> None:
         """Writes the adapter in PEFT's files, with its own rank and scale."""

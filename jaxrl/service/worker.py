@@ -28,7 +28,8 @@ from jaxrl.service.refusals import Refused
 log = logging.getLogger("jaxrl")
 GAP_SECONDS = 300.0  # the client sends a request again for as long
 SNAPSHOT_SECONDS = 30.0  # of a run's tasks, which a restart runs again at most
-RESIDENT = 8  # runs that are kept on the devices
+FULL_SNAPSHOT_SECONDS = 1800.0  # the same where a run is a whole model
+RESIDENT = 8  # runs that are kept on the devices; whole models: one
 CYCLE_TOKENS = 1 << 16  # of passes that are computed together; a larger one is computed alone
 WAITING_BYTES = 256 << 20  # of bodies of a session that have not run
 AHEAD = 1 << 16  # how far a number may be beyond the next one of its run
@@ -258,7 +259,7 @@ class Worker:
             task.record(result, placement)
             line.seconds += seconds
         for turn in group:
-            if turn.task.snapshot or turn.line.seconds > SNAPSHOT_SECONDS:
+            if turn.task.snapshot or turn.line.seconds > (SNAPSHOT_SECONDS if self.trainer.rank else FULL_SNAPSHOT_SECONDS):
                 self._snapshot(turn.model_id, turn.line)
         for turn, (result, _) in zip(group, results, strict=True):
             if isinstance(result, Refused):
@@ -317,17 +318,17 @@ class Worker:
     def _load(self, turn: Turn) -> None:
         """Loads the snapshot of a run that is not here, and drops the runs that rested longest beyond RESIDENT."""
         line = turn.line
-        if line.run is None and line.next > 1:
-            found = self.snapshots.load(turn.model_id)
-            if found is None:
-                raise Refused(422, f"{turn.task.name}: this run was not created; see the error of create_model")
-            line.run, line.failure = found.run, found.failure
-        most = max(RESIDENT, self.trainer.together)
+        most = max(RESIDENT, self.trainer.together) if self.trainer.rank else 1
         with self._change:
             here = [(name, other) for name, other in self._lines.items() if other.run is not None and other is not line]
         for name, other in here[:max(0, len(here) - most + 1)]:
             self._snapshot(name, other)
             other.run = None
+        if line.run is None and line.next > 1:
+            found = self.snapshots.load(turn.model_id)
+            if found is None:
+                raise Refused(422, f"{turn.task.name}: this run was not created; see the error of create_model")
+            line.run, line.failure = found.run, found.failure
 
     def _snapshot(self, model_id: str, line: Line) -> None:
         if line.run is not None and line.seconds:
