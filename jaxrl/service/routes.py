@@ -215,7 +215,8 @@ class Api:
         rank = saved[0]["lora"]["rank"] if model is None or model.options is None else model.options.rank
         by_kind = {about["kind"]: _checkpoint(about) for about in reversed(saved)}
         return {"training_run_id": run, "base_model": self.operations.names[0], "model_owner": "local",
-                "is_lora": bool(rank), "lora_rank": rank, "last_request_time": _time(saved[0]["time"] if model is None else model.used),
+                "is_lora": bool(rank), "lora_rank": rank,
+                "last_request_time": _time(saved[0]["time"] if model is None else model.used),
                 "last_checkpoint": by_kind.get("training"), "last_sampler_checkpoint": by_kind.get("sampler"),
                 "user_metadata": saved[0]["user_metadata"] if model is None else model.user_metadata}
 

@@ -258,8 +258,9 @@ class Worker:
                 line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
             task.record(result, placement)
             line.seconds += seconds
+        most = SNAPSHOT_SECONDS if self.trainer.rank else FULL_SNAPSHOT_SECONDS
         for turn in group:
-            if turn.task.snapshot or turn.line.seconds > (SNAPSHOT_SECONDS if self.trainer.rank else FULL_SNAPSHOT_SECONDS):
+            if turn.task.snapshot or turn.line.seconds > most:
                 self._snapshot(turn.model_id, turn.line)
         for turn, (result, _) in zip(group, results, strict=True):
             if isinstance(result, Refused):

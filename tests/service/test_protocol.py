@@ -420,7 +420,7 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
-    (["--model=a", "--rank=0"], "--rank=0: must be at least 1"),
+    (["--model=a", "--rank=-1"], "--rank=-1: must be at least 0"),
     (["--model=a", "--sync=90"], "--sync=90: must be 0 to 60 seconds, or never"), (["--model=a", "--sync=soon"], "expected a number"),
     (["--model=a", "--unembed=yes"], "choose train or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
