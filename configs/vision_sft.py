@@ -85,8 +85,9 @@ def get_config(arg=None):
     c.eval.controls = ("blank", "swapped")
     if size == "tiny":
         c.data.max_rows = 256
-        c.train.steps = 10
+        c.data.prompts_per_step = 8
+        c.train.steps = 4
         c.eval.max_rows = 16
-        c.log.every_steps = 5
+        c.log.every_steps = 2
         c.reward.workers = 1
     return c

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.checkpoint_worker import host, state
+from helpers.tiers import nightly
 
 from jaxrl.checkpoint import checkpointer as checkpoint
 from jaxrl.checkpoint.checkpointer import FORMAT, Checkpointer, CheckpointError, flatten
@@ -346,8 +347,8 @@ def test_killed_at_random_moments_of_saving(tmp_path):
 
 
 @pytest.mark.parametrize("phase, newest, names", [
-    ("before", 2, ["00000001", "00000002"]),
-    ("tensors", 2, ["00000001", "00000002", "00000003.orbax-checkpoint-tmp"]),
+    nightly("before", 2, ["00000001", "00000002"]),
+    nightly("tensors", 2, ["00000001", "00000002", "00000003.orbax-checkpoint-tmp"]),
     ("commit", 2, ["00000001", "00000002", "00000003.orbax-checkpoint-tmp"]),
     ("after", 3, ["00000001", "00000002", "00000003"]),
 ])
@@ -371,7 +372,7 @@ def test_killed_at_each_phase_of_a_save(tmp_path, phase, newest, names):
     assert not [p for p in os.listdir(folder) if "tmp" in p]  # what the kill left is gone
 
 
-@pytest.mark.parametrize("phase", ["before", "arrays"])
+@pytest.mark.parametrize("phase", ["arrays", nightly("before")])
 @pytest.mark.slow
 def test_killed_while_resuming(tmp_path, phase):
     saved(tmp_path, [1, 2])

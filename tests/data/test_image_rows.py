@@ -310,11 +310,11 @@ def test_a_conversation_whose_later_turns_show_images():
 
 
 @pytest.mark.full
-def test_ten_thousand_large_pictures_are_read_by_their_headers(tmp_path):
-    """Rows of pictures of a million pixels take no memory for these, and none is decoded before a step takes its row: 30 GB if all were."""
+def test_thousands_of_large_pictures_are_read_by_their_headers(tmp_path):
+    """Rows of pictures of a million pixels take no memory for these, and none is decoded before a step takes its row: 9 GB if all were."""
     for k in range(20):
         (tmp_path / f"{k}.png").write_bytes(png(np.full((1000, 1000, 3), k, np.uint8)))
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"image": f"{k % 20}.png", "prompt": ASK, "completion": SAY}) + "\n" for k in range(500)))
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"image": f"{k % 20}.png", "prompt": ASK, "completion": SAY}) + "\n" for k in range(150)))
     (tmp_path / "many.jsonl").write_text((tmp_path / "few.jsonl").read_text() * 20)
     code = f"""
 import resource, sys
@@ -331,4 +331,4 @@ print(len(dataset), len(made), round(peak() - before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=True)
     rows, made, more = map(int, done.stdout.split()[-3:])
-    assert rows == 10_000 and made == 0 and more < 200
+    assert rows == 3_000 and made == 0 and more < 60

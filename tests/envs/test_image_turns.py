@@ -15,6 +15,7 @@ import pytest
 from helpers import picture_worlds, turn_cases
 from helpers.episode_cases import Scripted
 from helpers.rollout_helpers import random_params
+from helpers.tiers import first_cases
 
 from jaxrl import training
 from jaxrl.config import load_config
@@ -155,7 +156,7 @@ def check_fuzzed(groups, kind="qwen3_vl"):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+@first_cases(1, "kind", ["qwen3_vl", "qwen2_5_vl"], full=0)
 def test_fuzzed_turns(kind):
     """0 mismatches: log-probs of sampler and trainer agree, image tokens stand where the table says; what a user or the policy writes as
     one is text."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers.tiers import first_cases
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -111,7 +112,7 @@ def test_demonstrations_do_what_pays_and_the_lazy_ones_seldom():
 # -- a run ---------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@first_cases(1, "name", NAMES, full=0)
 def test_it_trains(tmp_path, name):
     trains(tmp_path, name)
 

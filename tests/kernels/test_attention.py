@@ -240,7 +240,7 @@ def computed(lengths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lengths", [[1024] * 16, answers(0), answers(1)], ids=["equal", "answers", "other answers"])
+@pytest.mark.parametrize("lengths", [[1024] * 16, answers(0)], ids=["equal", "answers"])
 def test_work_is_that_of_the_documents(lengths):
     """16 documents in a row of 16k: each kernel, by its own count, computes at most 1.3 times their causal areas."""
     area = sum(n * (n + 1) // 2 for n in lengths)

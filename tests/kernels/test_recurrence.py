@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.kernels.recurrence import chunks as chunks_module
 from jaxrl.kernels.recurrence import chunks_of, convolution, recurrence, step
@@ -127,8 +128,7 @@ def test_gradients(name, delta, heads, repeats, key, value, length, continues):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("delta", [pytest.param(True, marks=pytest.mark.full), False])
-@CHUNKED
+@first_cases(1, "name, delta", [("xla", False), ("xla", True), ("tpu", True), ("tpu", False)], full=2)
 def test_neighbours_change_no_bit(name, delta):
     """fp32, one program: outputs and gradients of each sequence are the same bits whatever lies beside it, and those of
     a completion the same with a prompt that it shares and with its own copy."""

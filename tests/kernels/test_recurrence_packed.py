@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-import pytest
+from helpers.tiers import first_cases
 
 from jaxrl.kernels.recurrence import chunks_of, convolution, recurrence, room
 
@@ -66,7 +66,7 @@ def alone(rng, sequence, arrays, weights):
     return moved, segments, prefixes, asked, (target, there)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
+@first_cases(1, "seed", range(12), full=3)
 def test_rows_drawn_at_random(seed):
     """fp32, one program: outputs of rule and convolution, each by itself, and the gradients of one sequence's loss."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import lora_cases, model_cases, tiny_job
 from helpers.rollout_helpers import config
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 from helpers.tiny_models import ARCHITECTURES, EXPERTS, HYBRIDS, SIZES, edit_config, make_tiny
 
 from jaxrl.errors import ConfigError
@@ -34,10 +34,17 @@ ROWS = [  # of helpers.tiny_models, one or more of each family
     "llama_bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe",
     "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "nemotron_h", "nemotron_h_dense", "granite4", "granite4_dense", "falcon_h1", "falcon_h1_plain"]
-# One of each kind of layer, norm, head and router. The others' samples and gradients are nightly.
+# One of each kind of layer, norm, head and router. What the others do beside their logits is nightly.
 KINDS = ("seed_oss", "olmo2", "olmo3", "glm4", "phi3", "granite", "gemma2", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h",
          "granite4", "falcon_h1")
-BY_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in ROWS]
+CACHES = ("seed_oss", "gemma2", "gemma3", "deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h", "falcon_h1")  # one of each kind of cache
+BACKWARD = ("seed_oss", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_5", "nemotron_h")  # one of each kernel with a backward pass of its own
+
+
+def others_nightly(names, rows=ROWS):
+    return [name if name in names else nightly(name) for name in rows]
+
+
 PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' indices give them
     "Kimi-K2-Instruct": 1026.4, "MiMo-7B-RL": 7.6, "Seed-OSS-36B-Instruct": 36.2, "gemma-7b-it": 8.5,
     "OLMo-2-1124-7B-Instruct": 7.3, "Olmo-3-7B-Instruct": 7.3, "SmolLM3-3B": 3.1, "Ministral-3-8B-Instruct-2512-BF16": 8.5,
@@ -75,7 +82,7 @@ def test_published_configs(name):
 
 @pytest.mark.full
 @pytest.mark.torch
-@pytest.mark.parametrize("name", BY_KIND)
+@pytest.mark.parametrize("name", others_nightly(CACHES))
 def test_greedy_tokens_of_the_embedded_sampler(folder, name):
     """Prompts of several lengths, side by side, against transformers' greedy decoding of each."""
     import torch
@@ -98,7 +105,7 @@ def test_greedy_tokens_of_the_embedded_sampler(folder, name):
 
 @pytest.mark.full
 @pytest.mark.torch
-@pytest.mark.parametrize("name", BY_KIND)
+@pytest.mark.parametrize("name", others_nightly(BACKWARD))
 def test_gradients_equal_transformers(folder, name):
     """Of the log-probability of the next tokens, by every parameter, against autograd."""
     import torch
@@ -150,7 +157,7 @@ def same_tensors(a, b):
 
 
 @pytest.mark.full
-@first_cases(1, "name", [name for name in ROWS if name not in HYBRIDS])
+@pytest.mark.parametrize("name", others_nightly(KINDS, [name for name in ROWS if name not in HYBRIDS]))
 def test_an_adapter_is_the_matrix_it_is_merged_into(name):
     """lora.targets=all-linear: hidden states with the adapter are those of the merged weights, and not those of the base."""
     kind, entries = (ARCHITECTURES | EXPERTS)[name]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import model_cases
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 
 from jaxrl.errors import ConfigError
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 LIMIT = 1e-4  # of logits up to 10 in fp32
 
 
-@first_cases(1, "name", list(HYBRIDS))
+@first_cases(1, "name", [nightly(name) if name == "qwen3_5_moe" else name for name in HYBRIDS])  # see test_experts_as_they_lie_on_a_disk
 def test_logits_equal_transformers(folder, name):
     """Plain, padded, packed and with shared prompts, each sequence against transformers alone."""
     want = model_cases.reference(folder(name))
@@ -60,7 +60,7 @@ def test_a_packed_sequence_is_the_sequence_alone(folder):
 
 
 @pytest.mark.full
-@first_cases(1, "name", ["qwen3_5", "qwen3_next"])
+@first_cases(1, "name", ["qwen3_5", "qwen3_next"], full=0)
 def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     """Every tensor's name, dtype and bytes, of a bf16 folder with A_log and the gated norms in F32, as published."""
     source = folder(name, dtype="bfloat16")
@@ -210,8 +210,9 @@ def same_tensors(a, b):
 
 
 @pytest.mark.full
-@first_cases(1, "name, options", [("qwen3_5_moe", {"fused": True}), ("qwen3_next", {"fused": True}),
-                                  ("qwen3_next", {"decoder_sparse_step": 2, "mlp_only_layers": None, "norm_topk_prob": True})])
+@first_cases(2, "name, options", [("qwen3_5_moe", {"fused": True}),
+                                  ("qwen3_next", {"decoder_sparse_step": 2, "mlp_only_layers": None, "norm_topk_prob": True}),
+                                  ("qwen3_next", {"fused": True})], full=0)
 def test_experts_as_they_lie_on_a_disk(folder, tmp_path, name, options):
     """Fused or one by one, every second layer or all: logits, and an export of the same bytes."""
     path = folder(name, **options)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import model_cases
 from helpers import vision_cases as cases
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 from helpers.vision_cases import PIECES, rows_for, sequences, value_and_gradients
 
 from jaxrl.errors import ConfigError
@@ -49,8 +49,8 @@ def want(want_of):
     return want_of("qwen3_vl")
 
 
-@first_cases(1, "kind, scan_layers", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen2_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False),
-                                       ("qwen3_vl_moe", True), ("qwen3_vl_moe", False)])
+@first_cases(1, "kind, scan_layers", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen2_vl", True), ("qwen3_vl", False),
+                                       ("qwen3_vl_moe", True), nightly("qwen2_5_vl", False), nightly("qwen3_vl_moe", False)])
 def test_logits_equal_transformers(folder_of, want_of, kind, scan_layers):
     """0, 1 and 2 images in a row of their own, and several sequences with images packed into one row."""
     model, params = cases.ours(folder_of(kind)[0], scan_layers)
@@ -61,10 +61,10 @@ def test_logits_equal_transformers(folder_of, want_of, kind, scan_layers):
             np.testing.assert_allclose(got[place], expected, atol=LIMIT)
 
 
-@pytest.mark.full
-@first_cases(2, "kind, scan_layers, remat", [("qwen3_vl", True, "full"), ("qwen2_5_vl", True, "full"), ("qwen2_vl", True, "none"),
-                                             ("qwen3_vl", False, "none"), ("qwen2_5_vl", False, "dots"), ("qwen3_vl", True, "dots"),
-                                             ("qwen3_vl_moe", True, "none")])
+@pytest.mark.full  # of the other kinds in test_vision_float64
+@first_cases(2, "kind, scan_layers, remat", [("qwen3_vl", True, "full"), ("qwen2_5_vl", False, "dots"), ("qwen2_5_vl", True, "full"),
+                                             ("qwen2_vl", True, "none"), ("qwen3_vl", False, "none"), ("qwen3_vl", True, "dots"),
+                                             ("qwen3_vl_moe", True, "none")], full=0)
 def test_gradients_equal_transformers(folder_of, tmp_path, kind, scan_layers, remat):
     """Of every parameter of tower, mergers, taps and decoder; each has some."""
     import torch
@@ -90,20 +90,24 @@ TEXT = [{"rope_parameters": {**cases.TEXT["rope_parameters"], "mrope_section": [
 VISION = [{"deepstack_visual_indexes": [0, 3]}, {"deepstack_visual_indexes": [4]}, {"deepstack_visual_indexes": []}, {"hidden_act": "gelu"},
           {"num_position_embeddings": 9}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"num_heads": 6}, {"depth": 4},
           {"patch_size": 2}, {"temporal_patch_size": 1}, {"intermediate_size": 7}, {"spatial_merge_size": 1}]
-TEXT_2 = [{"rope_scaling": {**cases.ROPE, "mrope_section": [2, 1, 1]}}, {"hidden_act": "gelu"}, {"rope_scaling": {**cases.ROPE, "rope_theta": 90.0}},
-          {"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+TEXT_2 = [{"rope_scaling": {**cases.ROPE, "mrope_section": [2, 1, 1]}}, {"rope_scaling": {**cases.ROPE, "rope_theta": 90.0}},
+          {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
           {"rope_scaling": {**cases.ROPE, "rope_type": "linear", "type": "linear", "factor": 3.0}}, {"num_hidden_layers": 2}]
-TOWER_2_5 = [{"window_size": 8}, {"window_size": 32}, {"fullatt_block_indexes": [0]}, {"fullatt_block_indexes": []}, {"hidden_act": "gelu"},
-             {"depth": 4}, {"intermediate_size": 7}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"num_heads": 6},
-             {"temporal_patch_size": 1}, {"spatial_merge_size": 1}, {"patch_size": 2}]
-TOWER_2 = [{"mlp_ratio": 2}, {"hidden_act": "gelu"}, {"embed_dim": 12}, {"num_heads": 2}, {"depth": 4}, {"spatial_merge_size": 1}]
+TEXT_BOTH = [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"num_key_value_heads": 4}]  # in TEXT, too
+TOWER_2_5 = [{"window_size": 8}, {"window_size": 32}, {"fullatt_block_indexes": [0]}, {"fullatt_block_indexes": []}]
+TOWER_BOTH = [{"hidden_act": "gelu"}, {"depth": 4}, {"intermediate_size": 7}, {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}},
+              {"num_heads": 6}, {"temporal_patch_size": 1}, {"spatial_merge_size": 1}, {"patch_size": 2}]  # in VISION, too
+TOWER_2 = [{"mlp_ratio": 2}, {"embed_dim": 12}]
+TOWER_2_BOTH = [{"hidden_act": "gelu"}, {"num_heads": 2}, {"depth": 4}, {"spatial_merge_size": 1}]
 TEXT_MOE = [{"num_experts": 4}, {"num_experts_per_tok": 3}, {"moe_intermediate_size": 8}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}]
 FIELDS = [({"vision": VISION[0]}, "qwen3_vl"), ({"text": TEXT[0]}, "qwen3_vl"), ({"vision": TOWER_2_5[0]}, "qwen2_5_vl"),
           ({"text": TEXT_2[0]}, "qwen2_5_vl"), *(({"vision": v}, "qwen3_vl") for v in VISION[1:]), *(({"text": t}, "qwen3_vl") for t in TEXT[1:]),
           *(({"vision": v}, "qwen2_5_vl") for v in TOWER_2_5[1:]), *(({"text": t}, "qwen2_5_vl") for t in TEXT_2[1:]),
-          *(({"vision": v}, "qwen2_vl") for v in TOWER_2),
-          *(({"text": t}, "qwen3_vl_moe") for t in TEXT_MOE), ({"vision": VISION[1]}, "qwen3_vl_moe"),
-          *(({"tie_word_embeddings": True}, kind) for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl"))]
+          *(nightly({"vision": v}, "qwen2_5_vl") for v in TOWER_BOTH), *(nightly({"text": t}, "qwen2_5_vl") for t in TEXT_BOTH),
+          *(({"vision": v}, "qwen2_vl") for v in TOWER_2), *(nightly({"vision": v}, "qwen2_vl") for v in TOWER_2_BOTH),
+          *(({"text": t}, "qwen3_vl_moe") for t in TEXT_MOE), nightly({"vision": VISION[1]}, "qwen3_vl_moe"),
+          ({"tie_word_embeddings": True}, "qwen3_vl"),
+          *(nightly({"tie_word_embeddings": True}, kind) for kind in ("qwen3_vl_moe", "qwen2_5_vl", "qwen2_vl"))]
 
 
 @pytest.mark.full
@@ -151,7 +155,7 @@ def test_other_functions_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.full
-@first_cases(2, "kind", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(2, "kind", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"], full=0)
 def test_a_packed_sequence_is_the_sequence_alone(folder_of, kind):
     """float64: log-probabilities and gradients of packed rows are the sums of those of each sequence alone."""
     with jax.enable_x64(True):
@@ -168,7 +172,7 @@ def test_a_packed_sequence_is_the_sequence_alone(folder_of, kind):
             np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-11 * (1 + np.abs(got).max()))
 
 
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"], full=1)
 def test_an_image_is_seen_by_its_sequence_alone(folder_of, kind):
     """Other pixels of one image move every later token of its sequence, and no other sequence of its row by a bit."""
     model, params = cases.ours(folder_of(kind)[0])
@@ -238,7 +242,7 @@ def test_equal_positions_are_one_position(size):
 
 
 @pytest.mark.full
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"])
+@first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"], full=0)
 def test_text_of_a_model_with_a_tower_is_the_text_models(folder_of, kind):
     """To the bit, with rows of text beside rows of images too."""
     path, _ = folder_of(kind)
@@ -271,10 +275,10 @@ def published(folder):
 
 
 @first_cases(2, "kind, dtype, flat, images", [
-    ("qwen3_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, True), ("qwen3_vl", "bfloat16", True, True),
-    ("qwen3_vl", "bfloat16", True, False), ("qwen3_vl", "float32", False, False), ("qwen2_5_vl", "float32", False, False),
-    ("qwen2_5_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, False), ("qwen2_vl", "bfloat16", True, True),
-    ("qwen3_vl_moe", "bfloat16", False, True)])
+    ("qwen3_vl", "bfloat16", False, True), ("qwen2_5_vl", "bfloat16", True, True), ("qwen3_vl", "bfloat16", True, False),
+    ("qwen2_5_vl", "float32", False, False), ("qwen2_vl", "bfloat16", True, True), ("qwen3_vl_moe", "bfloat16", False, True),
+    ("qwen3_vl", "bfloat16", True, True), ("qwen3_vl", "float32", False, False), ("qwen2_5_vl", "bfloat16", False, True),
+    ("qwen2_5_vl", "bfloat16", True, False)], full=4)
 def test_export_is_the_folder_that_was_read(tmp_path, kind, dtype, flat, images):
     """In both layouts, with the tower read and with it copied, stacked and not; config and processor files are the source's."""
     source, written = tmp_path / "in", tmp_path / "out"
@@ -318,7 +322,7 @@ def test_experts_lie_transposed_on_a_disk(tmp_path, folder_of):
 
 
 @pytest.mark.full
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_vl", "qwen2_vl"], full=0)
 def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):
     """A model made from model.config alone, its tower drawn as its decoder is: the same logits there."""
     from transformers import AutoModelForImageTextToText

@@ -13,7 +13,7 @@ from helpers import model_cases
 from helpers import peft_cases as peft_case
 from helpers import vision_cases as cases
 from helpers.peft_cases import theirs, torch
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import adapters
@@ -62,12 +62,11 @@ def logits_and_gradients(model, params):
 
 
 @pytest.mark.full
-@first_cases(2, "kind, options", [
-    ("gemma3", {}),
-    ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}),
-    ("qwen3_vl", {}), ("qwen2_5_vl", {"target_modules": ["qkv", "mlp.0", "q_proj"], "rank_pattern": {"visual.*qkv": 2}}), ("qwen3_vl_moe", {}),
-    ("gemma3", {"exclude_modules": OF_TOWER["gemma3"]})],
-    ids=json.dumps)
+@first_cases(4, "kind, options", [
+    ("gemma3", {}), ("qwen2_5_vl", {}), ("qwen3_vl", {"exclude_modules": ".*visual.*"}),
+    ("qwen2_5_vl", {"target_modules": ["qkv", "mlp.0", "q_proj"], "rank_pattern": {"visual.*qkv": 2}}),
+    ("qwen2_5_vl", {"exclude_modules": ".*visual.*"}), ("qwen2_vl", {}), ("qwen3_vl", {}), ("qwen3_vl_moe", {}),
+    ("gemma3", {"exclude_modules": OF_TOWER["gemma3"]})], full=0, ids=json.dumps)
 def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
     """Of prompts with images, for every A and B; what PEFT saved is written again to the byte."""
     other = wrapped(cases.make(tmp_path / "base", kind=kind), **options)
@@ -96,7 +95,7 @@ def test_outputs_gradients_and_files_are_pefts(tmp_path, kind, options):
 
 
 @pytest.mark.full
-@first_cases(1, "kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in ("gemma3", "qwen2_5_vl") else nightly(kind) for kind in KINDS])
 def test_a_text_job_adapts_the_language_model_and_peft_opens_it_there(tmp_path, kind):
     """Its options may name the tower, which it does not read; PEFT finds the same modules in the whole model, and the same logits."""
     other = cases.make(tmp_path / "base", kind=kind)

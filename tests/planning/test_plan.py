@@ -475,7 +475,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_that_does(capsys, monkeypat
 
 
 @pytest.mark.full
-def test_predict_is_cheap_and_agrees_with_the_plan(of_tiny):
+def test_predict_is_cheap_and_agrees_with_the_plan():
     import time
 
     c = tiny_job.get_config()

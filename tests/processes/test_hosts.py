@@ -18,6 +18,7 @@ import pytest
 import yaml
 from helpers import tiny_job
 from helpers.run_tools import ROOT, environment
+from helpers.tiers import nightly
 
 from jaxrl import launch
 from jaxrl.config.load import default_config, put
@@ -514,7 +515,7 @@ print("started")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [0, nightly(1)])
 def test_who_is_killed_while_jax_joins_them_is_named_by_the_others(dies):
     """Long before launch.connect_seconds, and by more than jax's own words."""
     count, port = 3, launch_port()

@@ -6,6 +6,7 @@ import logging
 import jax
 import pytest
 from helpers import tiny_job
+from helpers.tiers import nightly
 
 import jaxrl
 from jaxrl.config.load import put
@@ -33,7 +34,7 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ppo", "lora", nightly("grpo"), nightly("kl and staleness")])
 @pytest.mark.slow
 def test_an_update_calls_what_was_compiled_ahead(kind, tmp_path, compiled):
     """No shape of microbatch is lowered or compiled twice: what was made from shapes alone is what the call looks for."""

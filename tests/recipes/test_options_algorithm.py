@@ -745,9 +745,9 @@ def test_a_shared_value_head_stays_in_the_training_state(shared):
 
 
 @pytest.mark.full
-def test_scoring_has_rows_of_its_own_where_asked(ppo, shared):
+def test_scoring_has_rows_of_its_own_where_asked(own, shared):
     """One row at a time where the update has three: more microbatches, the same log-probs but for rounding. Else the update's own."""
-    assert all(step.scored is step.layout for step in ppo.steps)
+    assert own and all(step.scored is step.layout for step in own)
     for step in shared.steps:
         (scored,), (updated,) = step.scored.minibatches, step.layout.minibatches
         assert len(scored.microbatches) > len(updated.microbatches)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.run_tools import fingerprint
+from helpers.tiers import nightly
 from safetensors.numpy import load_file
 
 import jaxrl
@@ -87,7 +88,8 @@ def test_a_reward_model_that_sees_is_trained_and_scores_a_policy(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"distill.loss": "forward", "distill.on_policy": 0.5, "data.path": ("jaxrl://shapes/sft.parquet",)},
+@pytest.mark.parametrize("options", [{}, nightly({"distill.loss": "forward", "distill.on_policy": 0.5,
+                                                  "data.path": ("jaxrl://shapes/sft.parquet",)}),
                                      {"distill.loss": "forward", "distill.top_k": 4, "distill.on_policy": 0.0,
                                       "data.path": ("jaxrl://shapes/sft.parquet",), "teacher.save": "said", "distill.on_prompt": True}])
 def test_a_teacher_that_sees_teaches(tmp_path, options):
@@ -109,7 +111,7 @@ def test_a_teacher_that_sees_teaches(tmp_path, options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, options", [("dpo", PAIRS), ("reward_model", PAIRS)])
+@pytest.mark.parametrize("name, options", [("dpo", PAIRS), nightly("reward_model", PAIRS)])
 def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
     options = {**options, "optimizer.schedule": "constant"}
     jaxrl.train(job(name, tmp_path / "whole", **options))
@@ -131,7 +133,7 @@ def test_a_critic_sees(tmp_path, shared):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dpo", "rl", "distill"])
+@pytest.mark.parametrize("name", ["dpo", "rl", nightly("distill")])
 def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkeypatch):
     """Whatever passes read it, over both passes over the data; the run is the one with fresh features."""
     made, make = [], KeptFeatures._make

@@ -3,9 +3,11 @@
 import json
 import signal
 
+import jax
 import numpy as np
 import pytest
 from helpers.run_tools import fingerprint, run
+from helpers.tiers import nightly
 
 import jaxrl
 from jaxrl.config import load_config
@@ -20,12 +22,20 @@ from jaxrl.run.setup import open_run
 QUIET = {"log.console": "off", "log.tensorboard": False}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly():
+    """Programs that run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def rows_of(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["tiny", "qwen2_5_tiny", "gemma3_tiny"])
+@pytest.mark.parametrize("variant", ["tiny", nightly("gemma3_tiny"), nightly("qwen2_5_tiny")])
 def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO: log-probs of sampler and trainer agree; controls are evaluated; the export brings tower and sizes of pictures."""
     c = load_config(f"vision:{variant}", {"run.dir": str(tmp_path / "run"), "log.thumbnails": 1, **QUIET})
@@ -195,7 +205,7 @@ def test_a_frozen_tower_does_not_move(tmp_path, checkpoint):
     assert tower == 0 and text > 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # the paths of parameters are those of other towers
 def test_the_tower_of_gemma_3_stays_or_moves(tmp_path, gemma):
     """Frozen, tower and projector are the checkpoint's to the bit; else they train."""
     tower, text, _ = moved(tmp_path, gemma, "gemma3", **{"model.frozen": ("vision/.*",)})
@@ -212,7 +222,7 @@ def test_a_tower_learns_at_its_own_rate(tmp_path, checkpoint):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exclude", [(), (".*visual.*",)])
+@pytest.mark.parametrize("exclude", [(), nightly((".*visual.*",))])
 def test_adapters_of_a_job_with_images(tmp_path, checkpoint, exclude):
     """GRPO: sampler and trainer agree, and the merged export has a tower that moved only if it is adapted."""
     c = load_config("vision:qwen2_5_tiny", {
@@ -272,9 +282,9 @@ def of_cosmos_rl(tmp_path, checkpoint, policy="", kind="sft", more="", name="Qwe
 @pytest.mark.full
 @pytest.mark.parametrize(("policy", "moves"), [
     ('freeze_pattern = ["^visual"]', lambda name: not name.startswith("model.visual.")),
-    ("trainable_map = { visual = false }", lambda name: not name.startswith("model.visual.")),
     ('trainable_map = { "visual.merger" = true }', lambda name: name.startswith("model.visual.merger.")),
-    ("", lambda name: True),
+    nightly("trainable_map = { visual = false }", lambda name: not name.startswith("model.visual.")),
+    nightly("", lambda name: True),
 ])
 def test_what_cosmos_rl_freezes_of_a_qwen2_5_vl_stays_where_it_is(tmp_path, checkpoint, policy, moves):
     """policy.model_name_or_path, freeze_pattern and trainable_map, as its documents set them, by what two updates change."""
@@ -303,7 +313,7 @@ def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, che
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["tiny_rl", "tiny_qwen2_5_rl", "tiny_qwen2_rl"])
+@pytest.mark.parametrize("variant", ["tiny_rl", nightly("tiny_qwen2_5_rl"), nightly("tiny_qwen2_rl")])
 def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO on configs/video.py: sampler and trainer agree, controls are evaluated, and the export takes videos as the job did."""
     c = load_config(f"video:{variant}", {"run.dir": str(tmp_path / "run"), **QUIET})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import tiny_job
 from helpers.rollout_helpers import END, HF, VOCAB, config, log_softmax, prompt, random_params, tokenizer
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 
 from jaxrl import models
 from jaxrl.config.load import default_config
@@ -107,8 +107,8 @@ def new_tokens(said):
                for (p, r), (q, _) in zip(before, now, strict=True))
 
 
-@first_cases(1, "hf,scan", [("plain", False), ("windows", False), ("hybrid", False), ("mamba", False),
-                                     pytest.param("windows", True, marks=pytest.mark.slow)])
+@first_cases(1, "hf,scan", [("plain", False), ("windows", False), ("hybrid", False), nightly("mamba", False),
+                            pytest.param("windows", True, marks=pytest.mark.slow)])
 def test_a_conversation_is_what_prefilling_every_turn_gives(hf, scan):
     """Tokens, log-probs, the trainer's recomputation of them; and only new tokens are run."""
     engine = made(hf, scan)

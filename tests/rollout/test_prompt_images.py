@@ -139,7 +139,7 @@ def run(engine, requests):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"], full=0)
 def test_log_probs_are_the_trainers(kind):
     """Of 0, 1 and 3 images of unlike shape with text behind them, in one batch and in groups; a group's prompt is read once."""
     model, SOURCE.read = built(kind), []
@@ -211,7 +211,7 @@ def with_more(pictures, ids, pieces, seed, first):
 TURNS = [([2, (4, 4), 3], [1, (2, 2), 2], [5]), ([7], [1, (4, 6), 2, (2, 4), 1], [2, (2, 2), 1]), ([1, (8, 2), 1], [3], [4, (4, 4), 9])]
 
 
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"], full=1)
 def test_turns_with_images_go_on_in_their_slot(kind, monkeypatch):
     """Text alone, an image in calls of 8 tokens, several and none: log-probs are the trainer's, and those of prompts that are prefilled
     whole; each image is read once; the tower runs in the smaller of its two rooms where that is enough."""
@@ -252,7 +252,7 @@ def test_a_sampler_of_gpus_has_a_tower_layer_by_layer(scan, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.torch
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"], full=0)
 def test_greedy_completions_are_those_of_transformers(tmp_path, kind):
     """16 tokens of generate, of prompts with 0, 1 and 3 images."""
     import torch

@@ -37,7 +37,8 @@ ENGINES = {
     "driven": lambda **options: ThreadedEngine(engine(compaction=False, **options)),
     "vllm": lambda **options: engine(engine="vllm", servers=(vllm_server(),), seeded="true", **options),
 }
-MARKS = {"vllm": pytest.mark.vllm, "numpy": ()}  # the quickest is the everyday case
+# The quickest is the everyday case. It is a user's engine by import path, too: another one around the embedded engine is nightly.
+MARKS = {"vllm": pytest.mark.vllm, "numpy": (), "import path": pytest.mark.nightly}
 ROWS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in ENGINES]
 TIMEOUT = 600.0
 

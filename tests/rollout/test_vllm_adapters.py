@@ -69,49 +69,58 @@ def largest_gap(engine, tree, version, m=None, count=8):
     return worst
 
 
+@pytest.fixture(scope="module")
+def serving():
+    """An engine with a server that was started for adapters."""
+    with own_servers(of=(adapted(), values(1)), rollout_verify_weights="always") as engine:
+        yield engine
+
+
 @pytest.mark.vllm
-def test_the_base_goes_once_and_adapters_follow():
+def test_the_base_goes_once_and_adapters_follow(serving):
     """Log-probs of every version are ours within 1e-3 nats, and far from those of the version before; a server that was killed gets base and
     adapter again; adapters whose files are not ours are noticed."""
-    with own_servers(of=(adapted(), values(1)), rollout_verify_weights="always") as engine:
-        whole = engine.publisher.last_publish["bytes"]
-        assert largest_gap(engine, values(1), 0) < 1e-3 and engine.publisher.last_probe < 1e-3
-        assert largest_gap(engine, values(2), 0) > 0.1 and largest_gap(engine, params(0), 0, model()) > 0.1
-        updates = []
-        real = protocol.Control.start_update
-        protocol.Control.start_update = lambda self: (updates.append(self.url), real(self))
-        try:
-            engine.publish(values(2), 7)
-            alone = engine.publisher.last_publish["bytes"]
-            assert not updates and alone < whole / 5 and largest_gap(engine, values(2), 7) < 1e-3
-            engine.fleet.processes[0].kill()
-            engine.poll(0.0)
-            while engine.health().servers[engine.router.replicas[0].url] != "ready":
-                engine.poll(0.5)
-                time.sleep(0.2)
-            assert updates and largest_gap(engine, values(2), 7) < 1e-3
-        finally:
-            protocol.Control.start_update = real
-        assert [p.name for p in engine.publisher.adapter_folders.folder.iterdir()] == [f"{engine.run_id}-7"]
-        real = adapter_folders.AdapterFolders.write
+    engine = serving
+    whole = engine.publisher.last_publish["bytes"]
+    assert largest_gap(engine, values(1), 0) < 1e-3 and engine.publisher.last_probe < 1e-3
+    assert largest_gap(engine, values(2), 0) > 0.1 and largest_gap(engine, params(0), 0, model()) > 0.1
+    updates = []
+    real = protocol.Control.start_update
+    protocol.Control.start_update = lambda self: (updates.append(self.url), real(self))
+    try:
+        engine.publish(values(2), 7)
+        alone = engine.publisher.last_publish["bytes"]
+        assert not updates and alone < whole / 5 and largest_gap(engine, values(2), 7) < 1e-3
+        engine.fleet.processes[0].kill()
+        engine.poll(0.0)
+        while engine.health().servers[engine.router.replicas[0].url] != "ready":
+            engine.poll(0.5)
+            time.sleep(0.2)
+        assert updates and largest_gap(engine, values(2), 7) < 1e-3
+    finally:
+        protocol.Control.start_update = real
+    assert [p.name for p in engine.publisher.adapter_folders.folder.iterdir()] == [f"{engine.run_id}-7"]
+    real = adapter_folders.AdapterFolders.write
 
-        def other(self, tree, name):
-            version = real(self, tree, name)
-            peft.write_plain(version.path, self.model, values(1), self.dtype)
-            return version
+    def other(self, tree, name):
+        version = real(self, tree, name)
+        peft.write_plain(version.path, self.model, values(1), self.dtype)
+        return version
 
-        adapter_folders.AdapterFolders.write = other
-        try:
-            with pytest.raises(WeightMismatch, match="does not have the adapter of version 8: its .* holds other files"):
-                engine.publish(values(2), 8)
-        finally:
-            adapter_folders.AdapterFolders.write = real
+    adapter_folders.AdapterFolders.write = other
+    try:
+        with pytest.raises(WeightMismatch, match="does not have the adapter of version 8: its .* holds other files"):
+            engine.publish(values(2), 8)
+    finally:
+        adapter_folders.AdapterFolders.write = real
 
 
 @pytest.mark.vllm
-def test_a_stale_adapter_is_seen_by_the_probe():
-    """Without checksums, on a server that answers with the version before; and what began as a part of the base is served as what it is."""
-    with own_servers(of=(adapted(True), values(1, True)), rollout_verify_weights="never") as engine:
+def test_a_stale_adapter_is_seen_by_the_probe(serving):
+    """Without checksums, on a server (that another run has used) that answers with the version before; and what began as a part of the base is
+    served as what it is."""
+    url = serving.router.replicas[0].url
+    with on_url(url, api_key=serving.key, of=(adapted(True), values(1, True)), rollout_verify_weights="never") as engine:
         assert largest_gap(engine, values(1, True), 0, adapted(True)) < 1e-3
         real = engine.publisher.adapter_folders.load
 

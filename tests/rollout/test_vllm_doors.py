@@ -17,6 +17,7 @@ from helpers.vllm_cases import own_servers
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import generate
 from jaxrl.rollout.vllm import adapter
+from jaxrl.rollout.vllm.process import free_port
 
 pytestmark = pytest.mark.vllm
 NOBODY = 65534
@@ -75,8 +76,10 @@ def test_the_key_is_this_runs_and_nowhere_to_be_read(engine):
     """Not on a command line, not in what the run writes (the servers' logs, its config), not another run's, which has other ports too."""
     pids = processes(engine)
     assert len(pids) > 1 and len(engine.key) > 40
-    with own_servers(publish=False) as other:
-        assert len(other.key) > 40 and other.key != engine.key and other.fleet.own.ports != engine.fleet.own.ports
+    port = free_port("127.0.0.1")
+    with own_servers(publish=False, port=port, devices=("",)) as other:  # on the port and devices that it was given
+        assert other.router.replicas[0].url.endswith(f":{port}") and other.fleet.own.ports != engine.fleet.own.ports
+        assert len(other.key) > 40 and other.key != engine.key
     for pid in pids:
         assert engine.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     files = [p for p in Path(engine.config.run.dir).rglob("*") if p.is_file()]

@@ -61,7 +61,8 @@ def test_every_publish_reaches_every_tensor(name):
         assert {name for found in engine.fleet.controls[0].digests() for name in found} == set(engine.publisher._digests)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVED if name != "qwen3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
 def test_a_family_computes_the_trainers_log_probs(name):
     """Of what it sampled within 1e-5, after weights that it was given; not those of other weights."""
     hf_config, model, (first, second) = made(name, 0.1)  # of weights of 0.15 fp32's rounding is up to 1.5e-5
@@ -95,6 +96,7 @@ def test_tensor_parallel_workers_tell_their_slices(name):
             engine.publisher._compare(engine.router.replicas[0])
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_job(tmp_path):
     """GRPO of a hybrid: weights go to the server before each step, with checksums, and what it tells of its tokens is what the trainer
     scores."""

@@ -19,7 +19,7 @@ def test_where_rows_decide_each_other_s_bits_requests_share_no_pass(tmp_path, ar
 @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_moe"])
 def test_a_loop_learns_and_samples_what_it_learned(tmp_path, architecture):
     """Recurrent layers (Qwen3.5) and experts; the sampler's log-probs are the trainer's, also of adapters on the output matrix."""
-    make_tiny(architecture, tmp_path / "model")
+    make_tiny(architecture, tmp_path / "model", num_hidden_layers=3)
     with served(tmp_path) as (_, client):
         session = client.session()
         run, losses = client.run(session, train_unembed=True), []

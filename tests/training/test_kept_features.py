@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import vision_cases as cases
+from helpers.tiers import first_cases
 from helpers.training_helpers import gradient
 from training.test_packed_images import batch, layouts, model_of, score_of
 
@@ -36,7 +37,7 @@ def windowed():
                  compute_dtype=jnp.float32, scan_layers=False)
 
 
-@pytest.mark.parametrize("kind", ["quick", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("taps", "windows"))])
+@first_cases(1, "kind", ["quick", "windows", "taps"], full=1)  # taps in a run: recipes/test_vision_jobs.py
 def test_kept_features_score_and_train_as_fresh_ones(kind):
     """Log-probs and the gradient of what trains agree in every layout; each picture goes through the tower once, whatever reads it."""
     model = windowed() if kind == "windows" else model_of()
