@@ -113,7 +113,7 @@ def trajectories(kind: str, window: int, group: int = 3) -> Trajectories:
     rng, tokens, prompts, parts, patches = np.random.default_rng(0), [], [], [], {}
     for g, (ids, firsts, grids, delays, _, own) in enumerate(sequences(kind)):
         shown = {10 * g + k: p for k, p in enumerate(own)}
-        patches |= shown
+        patches.update(shown)
         for _ in range(group):
             tokens.append(np.concatenate([ids, rng.integers(3, 89, int(rng.integers(2, 6))).astype(np.int32)]))
             prompts.append(len(ids))
