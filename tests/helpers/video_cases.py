@@ -6,6 +6,7 @@ import numpy as np
 
 from helpers import vision_cases as cases
 from jaxrl.models.vision.positions import Placed, image_rows, rotary_positions
+from jaxrl.types import Pictures, Trajectories
 
 PAD, FRAMES, PATCH, MERGE = 91, 2, 4, 2  # the video token; frames of a patch
 
@@ -105,6 +106,25 @@ PIECES = ([3, Video((4, 6), 3, 2.0), 4], [2, (2, 2), 1, Video((2, 4), 2, 0.5), 3
 
 def sequences(kind: str, pieces=PIECES):
     return [sequence(i, own, kind.startswith("qwen3")) for i, own in enumerate(pieces)]
+
+
+def trajectories(kind: str, window: int, group: int = 3) -> Trajectories:
+    """Groups of completions of text of each of PIECES: a video; an image and a video; text alone."""
+    rng, tokens, prompts, parts, patches = np.random.default_rng(0), [], [], [], {}
+    for g, (ids, firsts, grids, delays, _, own) in enumerate(sequences(kind)):
+        shown = {10 * g + k: p for k, p in enumerate(own)}
+        patches.update(shown)
+        for _ in range(group):
+            tokens.append(np.concatenate([ids, rng.integers(3, 89, int(rng.integers(2, 6))).astype(np.int32)]))
+            prompts.append(len(ids))
+            parts.append(Pictures(np.zeros(len(firsts), int), np.array(firsts), np.array(grids), np.array(list(shown)), MERGE, 3 * FRAMES * PATCH**2,
+                                  lambda numbers: [patches[int(n)] for n in numbers], frames=FRAMES, delays=delays) if firsts else None)
+    n, offsets = len(tokens), np.cumsum([0, *map(len, tokens)])
+    mask = np.concatenate([np.arange(len(t)) >= size for t, size in zip(tokens, prompts, strict=True)])
+    total = int(offsets[-1])
+    return Trajectories(np.concatenate(tokens), offsets, mask, np.zeros(total, np.float32), np.zeros(total, np.int32), np.array(prompts),
+                        np.arange(n) // group, np.arange(n), np.zeros(n, np.uint32), np.zeros(n, np.int8),
+                        pictures=Pictures.of(parts, parts[0]._replace(window=window)))
 
 
 def ours(directory, **options):

@@ -330,6 +330,34 @@ def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, vari
         name: before[name] for name in ("accuracy", "blank/accuracy", "swapped/accuracy")}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"lora.rank": 4, "lora.export": "merged"}, {"model.frozen": ("vision/.*",)}], ids=["adapters", "frozen"])
+def test_videos_with_adapters_and_with_kept_features(tmp_path, options, monkeypatch):
+    """GRPO: sampler and trainer agree behind an update that moves the tower or leaves it; the features of a frozen one are made once for each
+    video, and the run is the one with fresh features."""
+    from jaxrl.roles.kept_features import KeptFeatures
+    made, make = [], KeptFeatures._make
+    monkeypatch.setattr(KeptFeatures, "_make", lambda self, pictures, rows: (
+        made.extend(pictures.numbers[[i for row in rows for i in row]].tolist()), make(self, pictures, rows))[1])
+    jaxrl.train(load_config("video:tiny_short", {"run.dir": str(tmp_path / "warm"), "eval.sets": (), "eval.controls": (), **QUIET}))
+    before, losses = tensors(tmp_path / "warm/export"), []
+    for features in ("auto", "fresh")[:2 if "model.frozen" in options else 1]:
+        jaxrl.train(load_config("video:tiny_rl", {
+            "run.dir": str(tmp_path / features), "run.warm_start": "", "model.path": str(tmp_path / "warm/export"), "eval.sets": (),
+            "eval.controls": (), "train.steps": 3, "data.max_rows": 4, "optimizer.lr": 1e-3, "optimizer.warmup_steps": 0,
+            "reward.functions": ("tests/recipes/test_vision_runs.py:many_tokens",), "train.image_features": features, **options, **QUIET}))
+        steps, after = [row for row in rows_of(tmp_path / features) if "loss" in row], tensors(tmp_path / features / "export")
+        assert len(steps) == 3 and all(row["gap/max"] < 1e-4 for row in steps) and any(row["loss"] for row in steps)
+        losses.append([row["loss"] for row in steps])
+        moved = {name.startswith(TOWERS) for name, leaf in before.items() if not np.array_equal(after[name], leaf)}
+        assert moved == ({False} if "model.frozen" in options else {False, True})
+    if "model.frozen" in options:
+        assert made and len(made) == len(set(made))
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    else:
+        assert not made
+
+
 def test_vllm_refuses_videos_by_name():
     from jaxrl.rollout.engines import check_tower_served
     c = load_config("video:rl", {"rollout.engine": "vllm"})
