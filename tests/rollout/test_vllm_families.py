@@ -95,6 +95,49 @@ def test_tensor_parallel_workers_tell_their_slices(name):
             engine.publisher._compare(engine.router.replicas[0])
 
 
+def exchanged(fault, entries):
+    """Payloads in which slices of a gated-delta layer lie where others of their shape belong. entries: of the model's config."""
+    heads, keys = entries["linear_num_value_heads"], entries["linear_num_key_heads"]
+    width = entries["linear_value_head_dim"]
+
+    def spoil(tensors):
+        out = {name: np.array(a) for name, a in tensors}
+        for name, a in list(out.items()):
+            if fault == "b and a" and name.endswith("in_proj_b.weight"):
+                other = name.replace("in_proj_b", "in_proj_a")
+                out[name], out[other] = out[other], a
+            elif fault == "b and a" and name.endswith("in_proj_ba.weight"):  # by key head
+                out[name] = a.reshape(keys, 2, heads // keys, -1)[:, ::-1].reshape(a.shape)
+            elif fault == "z" and name.endswith("in_proj_z.weight"):
+                out[name] = np.roll(a, width, axis=0)
+            elif fault == "z" and name.endswith("in_proj_qkvz.weight"):
+                parts = a.reshape(keys, -1, a.shape[-1]).copy()
+                parts[:, -heads // keys * width:] = np.roll(parts[:, -heads // keys * width:], width, axis=1)
+                out[name] = parts.reshape(a.shape)
+        return list(out.items())
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_exchanged_slices_of_merged_projections_are_noticed(name, monkeypatch):
+    """b and a, or z by a head, in the place of each other: the checksums name the tensor, and without them the probe sees it."""
+    hf_config, model, (first, second) = made(name)
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+        transport = engine.publisher.transport
+        payload = transport.payload
+        for version, (verify, fault, message) in enumerate([
+                ("always", "b and a", "in_proj_b"), ("always", "z", "in_proj_(z|qkvz)"), ("never", "b and a", "probe"), ("never", "z", "probe")], 5):
+            spoil = exchanged(fault, hf_config)
+            monkeypatch.setattr(engine.publisher.config.rollout, "verify_weights", verify)
+            monkeypatch.setattr(transport, "payload", lambda tensors, verify, spoil=spoil: payload(spoil(tensors), verify))
+            with pytest.raises(WeightMismatch, match=message):
+                engine.publish(second, version)
+        monkeypatch.undo()
+        engine.publish(second, 9)
+        agree(engine, model, second, 9)
+
+
 def test_two_steps_of_a_job(tmp_path):
     """GRPO of a hybrid: weights go to the server before each step, with checksums, and what it tells of its tokens is what the trainer
     scores."""
