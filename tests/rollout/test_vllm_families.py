@@ -125,7 +125,7 @@ def test_exchanged_slices_of_merged_projections_are_noticed(name):
     """b and a, or z by a head, in the place of each other: the checksums name the tensor, and without them the probe sees it."""
     hf_config, model, (first, second) = made(name)
     found = {}
-    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always") as engine:
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always", setup_seconds=500.0) as engine:
         publisher = engine.publisher
         payload = publisher.transport.payload
         for verify in ("always", "never"):
