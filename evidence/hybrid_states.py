@@ -10,7 +10,9 @@ run's accuracy is left without the states.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -43,13 +45,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--config", default="grpo_hybrid", help="that the runs were started with")
-    results = {}
+    parser.add_argument("--one", choices=("whole", "empty"), help="prints the accuracy of one run (a process of its own: programs are kept in one)")
     args = parser.parse_args()
+    if args.one:
+        with mock.patch.object(Model, "insert", empty(Model.insert)) if args.one == "empty" else contextlib.nullcontext():
+            print(accuracy(args.config, args.runs[0]))
+        return 0
+    results = {}
     for run_dir in args.runs:
-        whole = accuracy(args.config, run_dir)
-        jax.clear_caches()  # the programs hold what they were traced from
-        with mock.patch.object(Model, "insert", empty(Model.insert)):
-            results[str(run_dir)] = {"accuracy": whole, "empty_states": accuracy(args.config, run_dir)}
+        found = {}
+        for which in ("whole", "empty"):
+            command = [sys.executable, __file__, str(run_dir), "--config", args.config, "--one", which]
+            found[which] = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        results[run_dir.name] = {"accuracy": found["whole"], "empty_states": found["empty"]}
     table(["run", "accuracy", "with empty states"], [[name, *row.values()] for name, row in results.items()])
     record("hybrid_states", results)
     return int(any(row["empty_states"] > row["accuracy"] / 2 for row in results.values()))

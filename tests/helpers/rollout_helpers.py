@@ -38,8 +38,9 @@ def random_params(m, seed, std):
     rng = np.random.default_rng(seed)
 
     def leaf(path, shape):
-        if path[-1].key == "scale":
-            return jnp.full(shape.shape, 1.0 - m.config.norm_offset, jnp.float32)
+        if path[-1].key == "scale":  # a recurrence's norm scales by its parameter alone, whatever the family's others do
+            offset = 0.0 if any(key.key == "recurrent" for key in path) else m.config.norm_offset
+            return jnp.full(shape.shape, 1.0 - offset, jnp.float32)
         return jnp.asarray(rng.normal(size=shape.shape) * std, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(m.init, jax.random.key(0)))

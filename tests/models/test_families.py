@@ -1,6 +1,7 @@
 """Every family beside transformers: published configs, greedy tokens, gradients, folders out and in again; and the table of
 families in docs/reference/models.md, whose cells are tests."""
 
+import csv
 import dataclasses
 import importlib.util
 import inspect
@@ -53,11 +54,7 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
-# Compared again with public repositories, which hold few of these files whole: granite-3.3-8b-instruct field by field (a copy of its config.json);
-# SmolLM3-3B and MiniMax-M2 in sizes, heads, base and experts (other projects' tests). granite-4.0-h-tiny.json is not a copy: no repository holds its
-# config.json whole. Two restatements (another project's test of its sizes and layers, and a preset) have every number of it that decides a
-# parameter, embedding_multiplier and logits_scaling; attention_multiplier and residual_multiplier are in the preset alone, which errs in the number
-# of experts and the vocabulary. The others were taken from copies when they were added and not compared again.
+# published.csv says what each of them was compared with, and in which fields.
 WITH_TOWER = {"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen3-VL-30B-A3B-Instruct": 31.07, "gemma-3-4b-it": 4.30,
               "gemma-3-27b-it": 27.43}  # the same of the whole model
 
@@ -78,6 +75,13 @@ def test_published_configs(name):
     if name in WITH_TOWER:
         whole = build(hf.load_config("", overrides=given, images=True), compute_dtype=jnp.bfloat16, scan_layers=True)
         assert round(whole.num_parameters / 1e9, 2) == WITH_TOWER[name]
+
+
+def test_what_published_configs_were_compared_with():
+    with open(Path(__file__).parent / "published.csv", encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f, strict=True))
+    assert sorted(row["file"] for row in rows) == sorted(PUBLISHED)
+    assert all(len(row) == 4 and row["compared with"] and row["fields"] for row in rows)
 
 
 @pytest.mark.full

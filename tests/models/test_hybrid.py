@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import model_cases
+from helpers.rollout_helpers import random_params
 from helpers.tiers import first_cases, nightly
 from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 
@@ -186,6 +187,21 @@ def test_a_token_that_runs_twice_is_seen():
         np.testing.assert_allclose(once, last, rtol=0, atol=1e-5)
         found[name] = np.abs(twice - once).max()
     assert found["qwen3"] == 0 and found["qwen3_5"] > 1e-2, found
+
+
+@first_cases(1, "name", ["qwen3_5", "nemotron_h_dense"])
+def test_recurrences_of_random_weights_count(name):
+    """rollout_helpers.random_params makes the weights of the tests of engines: each recurrent layer's input and output matrices move the logits."""
+    model, tokens = tiny(name, compute_dtype=jnp.float32), np.random.default_rng(0).integers(3, 90, (1, 12)).astype(np.int32)
+    params, ones = random_params(model, 0, 0.15), np.ones((1, 12), np.int32)
+    run = jax.jit(lambda p: model.logits(p, model.hidden(p, tokens, np.arange(12, dtype=np.int32)[None], ones, 0 * ones)))
+    want, moved = run(params), {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        keys = [key.key for key in path]
+        if "recurrent" in keys and keys[-1] == "kernel":
+            changed = jax.tree_util.tree_map_with_path(lambda other, x, path=path: x * 0.5 if other == path else x, params)
+            moved["/".join(keys)] = float(np.abs(run(changed) - want).max())
+    assert moved and min(moved.values()) > 1e-3, moved
 
 
 def test_weight_decay_takes_matrices_only():

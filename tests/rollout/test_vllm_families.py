@@ -1,6 +1,7 @@
 """Families through real vLLM: every publish reaches every tensor, packed and recurrent ones too, and is computed with."""
 
 import json
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,54 @@ def test_tensor_parallel_workers_tell_their_slices(name):
         digests[packed] = np.roll(digests[packed], 16, axis=0)
         with pytest.raises(WeightMismatch, match=packed):
             engine.publisher._compare(engine.router.replicas[0])
+
+
+def exchanged(fault, entries):
+    """Payloads in which slices of a gated-delta layer lie where others of their shape belong. entries: of the model's config."""
+    heads, keys = entries["linear_num_value_heads"], entries["linear_num_key_heads"]
+    width = entries["linear_value_head_dim"]
+
+    def spoil(tensors):
+        out = {name: np.array(a) for name, a in tensors}
+        for name, a in list(out.items()):
+            if fault == "b and a" and name.endswith("in_proj_b.weight"):
+                other = name.replace("in_proj_b", "in_proj_a")
+                out[name], out[other] = out[other], a
+            elif fault == "b and a" and name.endswith("in_proj_ba.weight"):  # by key head
+                out[name] = a.reshape(keys, 2, heads // keys, -1)[:, ::-1].reshape(a.shape)
+            elif fault == "z" and name.endswith("in_proj_z.weight"):
+                out[name] = np.roll(a, width, axis=0)
+            elif fault == "z" and name.endswith("in_proj_qkvz.weight"):
+                parts = a.reshape(keys, -1, a.shape[-1]).copy()
+                parts[:, -heads // keys * width:] = np.roll(parts[:, -heads // keys * width:], width, axis=1)
+                out[name] = parts.reshape(a.shape)
+        return list(out.items())
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_exchanged_slices_of_merged_projections_are_noticed(name):
+    """b and a, or z by a head, in the place of each other: the checksums name the tensor, and without them the probe sees it."""
+    hf_config, model, (first, second) = made(name)
+    found = {}
+    with own_servers(of=(model, first), hf_config=hf_config, rollout_verify_weights="always", setup_seconds=500.0) as engine:
+        publisher = engine.publisher
+        payload = publisher.transport.payload
+        for verify in ("always", "never"):
+            publisher.config.rollout.verify_weights = verify
+            for fault in ("b and a", "z"):
+                spoil = exchanged(fault, hf_config)
+                with mock.patch.object(publisher.transport, "payload", lambda chunk, verify, spoil=spoil: payload(spoil(chunk), verify)):
+                    try:
+                        engine.publish(second, 5)
+                        found[verify, fault] = f"not noticed; the probe: {publisher.last_probe}"
+                    except WeightMismatch as e:
+                        found[verify, fault] = str(e)
+        engine.publish(second, 9)
+        agree(engine, model, second, 9)
+    for (verify, fault), text in found.items():
+        assert {"never": "a probe's log-probs"}.get(verify, "in_proj_b" if fault == "b and a" else "in_proj_") in text, found
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from jaxrl.rollout import EngineContext, EngineLost, engine_name, make_engine, w
 from jaxrl.rollout.engines import check_served
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
+from jaxrl.rollout.vllm.publish import Publisher, WeightMismatch
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
 
@@ -592,6 +593,63 @@ def test_matrices_made_of_loaded_weights_are_compared_with_them(stale):
         getattr(attention, stale)[1, 2, 1] += 1e-3
     with pytest.raises(ValueError, match=f"attention.{stale} was made of other weights"):
         list(vllm_plugin.pieces(model))
+
+
+def gated_delta_worker(weights, rank, fault):
+    """A worker of two that holds its share of `weights`, whose projections are merged as vLLM merges them: [q k v z], [b a], [q k v]. fault:
+    which of its slices lie where others belong."""
+    import torch
+
+    def share(name, parts):
+        at, out = 0, []
+        for count in parts:  # outputs of the part as a whole
+            out.append(weights[name][at + rank * count // 2:at + (rank + 1) * count // 2])
+            at += count
+        return [torch.tensor(a) for a in out]
+
+    query, key, value, gate, beta, decay = (*share("in_proj_qkv", (8, 8, 12)), *share("in_proj_z", (12,)), *share("in_proj_b", (4,)),
+                                            *share("in_proj_a", (4,)))
+    taps = share("conv1d", (8, 8, 12))
+    if fault == "b and a exchanged":
+        beta, decay = decay, beta
+    if fault == "z shifted by a head":
+        gate = gate.roll(3, 0)
+    if fault == "q and k exchanged":
+        query, key = key, query
+    if fault == "taps of q and k exchanged":
+        taps = [taps[1], taps[0], taps[2]]
+    layer = torch.nn.Module()
+    layer.key_dim, layer.value_dim = 8, 12
+    for name, rows, sizes in (("in_proj_qkvz", (query, key, value, gate), [8, 8, 12, 12]), ("in_proj_ba", (beta, decay), [4, 4]),
+                              ("conv1d", taps, [])):
+        module = torch.nn.Module()
+        module.weight, module.tp_size, module.tp_rank, module.output_sizes = torch.nn.Parameter(torch.cat(list(rows))), 2, rank, sizes
+        layer.add_module(name, module)
+    model = torch.nn.Module()
+    model.add_module("linear_attn", layer)
+    model.packed_modules_mapping = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}
+    return SimpleNamespace(get_model=lambda: model, weight_transfer_engine=None)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("fault, named", [
+    ("", ""), ("b and a exchanged", "in_proj_b"), ("z shifted by a head", "in_proj_z"), ("q and k exchanged", "in_proj_qkv"),
+    ("taps of q and k exchanged", "conv1d")])
+def test_exchanged_slices_of_merged_projections_are_noticed(fault, named):
+    """By the checksums of two workers; each slice has the shape of the one in whose place it lies."""
+    rng = np.random.default_rng(0)
+    whole = {name: rng.normal(size=(rows, 5)).astype(np.float32)
+             for name, rows in (("in_proj_qkv", 28), ("in_proj_z", 12), ("in_proj_b", 4), ("in_proj_a", 4), ("conv1d", 28))}
+    found = [json.loads(vllm_plugin.digests(gated_delta_worker(whole, rank, fault))) for rank in (0, 1)]
+    control = SimpleNamespace(digests=lambda: found)
+    publisher = SimpleNamespace(fleet=SimpleNamespace(controls=[control]), version=3,
+                                _digests={f"linear_attn.{name}.weight": a for name, a in whole.items()})
+    replica = SimpleNamespace(index=0, url="http://here")
+    if not fault:
+        Publisher._compare(publisher, replica)
+        return
+    with pytest.raises(WeightMismatch, match=f"version 3: tensor linear_attn.{named}.weight"):
+        Publisher._compare(publisher, replica)
 
 
 @pytest.mark.torch
