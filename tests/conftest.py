@@ -4,6 +4,7 @@ says how (jax_numpy_rank_promotion)."""
 import compileall
 import gc
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +20,9 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # of the processes t
 # is written here, once: in a fresh clone every process would compile what it imports.
 if "PYTEST_XDIST_WORKER" not in os.environ and "PYTHONDONTWRITEBYTECODE" not in os.environ:
     compileall.compile_dir(Path(__file__).parents[1] / "jaxrl", quiet=2)
-os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "1")
+os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "tests")
+# pytest's own, of assertions that it rewrote, is written while tests are collected, unless the user's environment says no.
+sys.dont_write_bytecode = os.environ["PYTHONDONTWRITEBYTECODE"] != "tests"
 # Programs that were compiled before, by this run or an earlier one, are not compiled again, the small ones neither: a second
 # run of the tests takes a third of the time. Runs look there anyway.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "jaxrl" / "xla"))
@@ -59,6 +62,7 @@ def pytest_collection_finish():
     """What was imported lives as long as the process: the collector need not look at it again."""
     gc.collect()
     gc.freeze()
+    sys.dont_write_bytecode = True
 
 
 def resident_bytes() -> int:

@@ -64,6 +64,7 @@ def test_the_first_difference_is_named(run, edit, case):
     assert (f"  {boundary}: differ from {said}") in text
 
 
+@pytest.mark.full
 def test_rounding_is_told_from_a_difference(run, edit, capsys):
     copy = edit(ROLLOUTS, 3, lambda r: r["logprobs"].__setitem__(1, r["logprobs"][1] + 2e-6))
     text, apart = told(run, copy)

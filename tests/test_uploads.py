@@ -171,7 +171,7 @@ class HubStandIn(BaseHTTPRequestHandler):
 def hub(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), HubStandIn)
     server.url, server.made, server.commits, server.blobs, server.refuse = f"http://127.0.0.1:{server.server_port}", [], [], {}, 0
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -427,7 +427,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 def test_services_that_fail(pool):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         place = f"http://127.0.0.1:{server.server_port}"
         ends, _ = play(pool("Game", threads=True), {c: {"kind": f"{place}/{c}"} for c in ("429", "500", "200")})

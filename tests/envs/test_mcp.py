@@ -16,7 +16,7 @@ STDIO = f"{sys.executable} {Path(__file__).parents[1] / 'helpers' / 'mcp_server.
 @pytest.fixture(scope="module")
 def url():
     server = mcp_server.http.server.ThreadingHTTPServer(("127.0.0.1", 0), mcp_server.Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/mcp"
     server.shutdown()
     server.server_close()

@@ -650,7 +650,7 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = lambda path: urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{path}", headers={"Authorization": "key"})  # noqa: E731
     try:
         with pytest.raises(urllib.error.HTTPError, match="302"):

@@ -189,6 +189,7 @@ def test_a_token_that_runs_twice_is_seen():
     assert found["qwen3"] == 0 and found["qwen3_5"] > 1e-2, found
 
 
+@pytest.mark.full
 @first_cases(1, "name", ["qwen3_5", "nemotron_h_dense"])
 def test_recurrences_of_random_weights_count(name):
     """rollout_helpers.random_params makes the weights of the tests of engines: each recurrent layer's input and output matrices move the logits."""

@@ -137,8 +137,9 @@ def test_a_second_ctrl_c_ends_the_process_even_inside_compiled_code():
     assert process.returncode == 130 and "Ctrl-C again: exited at once; no checkpoint was written" in err
 
 
-@pytest.mark.parametrize("code", ["import time; time.sleep(600)", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)"],
-                         ids=["interpreted", "compiled"])
+@pytest.mark.parametrize("code", [
+    pytest.param("import time; time.sleep(600)", id="interpreted"),
+    pytest.param("import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)", id="compiled", marks=pytest.mark.full)])
 def test_a_signal_while_a_run_starts_ends_it_at_once(code):
     process = run(f"""
 import sys

@@ -211,6 +211,7 @@ def with_more(pictures, ids, pieces, seed, first):
 TURNS = [([2, (4, 4), 3], [1, (2, 2), 2], [5]), ([7], [1, (4, 6), 2, (2, 4), 1], [2, (2, 2), 1]), ([1, (8, 2), 1], [3], [4, (4, 4), 9])]
 
 
+@pytest.mark.full
 @first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"], full=1)
 def test_turns_with_images_go_on_in_their_slot(kind, monkeypatch):
     """Text alone, an image in calls of 8 tokens, several and none: log-probs are the trainer's, and those of prompts that are prefilled

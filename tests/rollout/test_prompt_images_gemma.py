@@ -96,6 +96,7 @@ def layout(shared, ranks=1):
     return make_layout(batch()[0].sizes, RowShapes((96,), ((2,),), patches=(384,), ranks=ranks), share_prompts=shared)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_scored_log_probs_are_transformers(both, shared):
     """In packed rows, a group's prompt standing once before its completions or before each."""

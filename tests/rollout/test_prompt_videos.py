@@ -40,6 +40,7 @@ def pictures_of(number, one):
 ALL = {}
 
 
+@pytest.mark.full
 @first_cases(1, "kind", list(KINDS))
 def test_log_probs_are_the_trainers_in_every_layout(kind):
     """Videos that last longer than their sides are wide, and one beside an image; greyed pixels and other times give others."""

@@ -65,7 +65,7 @@ class Documented(http.server.BaseHTTPRequestHandler):
 def documented():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Documented)
     server.asleep, server.weights, server.calls, server.failures, server.deaf = set(), "old", [], [], False
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     server.control = adapter.Control(f"http://127.0.0.1:{server.server_port}", "", 5.0)
     yield server
     server.control.close()
@@ -188,7 +188,7 @@ def answering(request, tmp_path):
     """(server, router of an engine that was given this server alone); a test's parameter: further options"""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.daemon_threads, server.asleep, server.calls, server.slow, server.silent = True, set(), [], None, threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     cfg = config(engine="vllm", servers=(f"http://127.0.0.1:{server.server_port}",), timeout_seconds=6.0, **getattr(request, "param", {}))
     cfg.run.dir, cfg.log.trace_requests = str(tmp_path), True
     engine = VllmEngine(EngineContext(cfg, model(), eos_ids=(1,), hf_config=HF))

@@ -200,6 +200,7 @@ def test_stops_are_the_protocol_s(client):
     assert len(greedy) == 1
 
 
+@pytest.mark.full
 def test_a_full_queue_is_429_and_goes_on(client, monkeypatch):
     """The request that the others wait for has room always; a refused one is accepted once they have run."""
     run = client.run(client.session())

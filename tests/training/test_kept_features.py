@@ -37,6 +37,7 @@ def windowed():
                  compute_dtype=jnp.float32, scan_layers=False)
 
 
+@pytest.mark.full
 @first_cases(1, "kind", ["quick", "windows", "taps"], full=1)  # taps in a run: recipes/test_vision_jobs.py
 def test_kept_features_score_and_train_as_fresh_ones(kind):
     """Log-probs and the gradient of what trains agree in every layout; each picture goes through the tower once, whatever reads it."""
