@@ -112,7 +112,8 @@ SHAPES = (
                          "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
                          "decoder_sparse_step": 1, "mlp_only_layers": []}),
     (r"gemma-?2[-_]2b", {**_GEMMA, "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
-                     "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096,
+                     "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+                        "max_position_embeddings": 8192, "sliding_window": 4096,
                      "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     (r"gemma-3-1b", {**_GEMMA3, "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
                      "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}),
@@ -150,8 +151,8 @@ SHAPES = (
 )
 
 UNREAD = re.compile(  # where rows come from, what they are worth, when something is written, and numbers that a program is given
-    r"(log|run(?!\.recipe|\.warm)|checkpoint|reward(?!\.judge)|eval(?!\.max_new|\.samples)|sandbox|record|profile)\..*|optimizer\.(lr|b1|b2|eps|weight_decay|schedule|warmup.*"
-    r"|decay_.*|floor|max_grad_norm)|data\.(path|sources|subset|split|revision|.*_column|system_prompt|seed|shuffle|chat|chat_template_kwargs"
+    r"(log|run(?!\.recipe|\.warm)|checkpoint|reward(?!\.judge)|eval(?!\.max_new|\.samples)|sandbox|record|profile)\..*"
+    r"|optimizer\.(lr|b1|b2|eps|weight_decay|schedule|warmup.*|decay_.*|floor|max_grad_norm)|data\.(path|sources|subset|split|revision|.*_column|system_prompt|seed|shuffle|chat|chat_template_kwargs"
     r"|image_root|max_images|max_rows|overlong_.*|epochs|workers|eval_fraction|drop_last)|model\.(path|revision|tokenizer.*|chat_template"
     r"|trust_remote_code|eos_tokens|pad_token)|env\.(function|tools|options|program|variables|workers|.*seconds|executor)|lora\.(alpha|dropout|init)"
     r"|rollout\.(temperature|top_.|min_p|stop|seeded|.*_penalty)|algorithm\.(aggregation|aggregation_constant|clip_.*|gamma|lam|advantage_(mean|std))"
