@@ -1,7 +1,6 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
     python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
-    python evidence/migrate_corpus.py --clones=DIR --plan[=PATTERN]     # half an hour; or only files whose names match
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -15,11 +14,9 @@ never committed here (licences, size). For every config:
                    sources' code and reads the independent reader's keys, not the tables; of Tunix and ROLL's agentic pipeline what
                    migrate_rules_agentic.py says, with the files below which a job's keys lie
     checks         the config passes jaxrl's own checks, for run.mode=plan where plans count what it has
-    plan           with --plan (quickest where libtpu is not installed): the printed command that plans, with a folder that has nothing but
-                   the config.json of the model that the source names (SHAPES, as published; --config.model.path is the only thing
-                   added), ends with a plan that fits or with what does not fit and the nearest that does (listed in the results),
-                   never in another error or a trace. Of files that are not planned the last result stays, with its commit
     seconds        of the command alone, in a process of its own, for the first config of a system
+
+migrate_plans.py plans the written ones.
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
 Exits with 1 where one of this does not hold.
@@ -33,7 +30,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +37,6 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -49,12 +44,11 @@ import yaml
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
-from common import RESULTS, commit, record, table  # noqa: E402
+from common import record, table  # noqa: E402
 from migrate_rules import RULES, Keys, images  # noqa: E402
 from migrate_rules_agentic import AGENTIC, agentic_keys, tunix, tunix_keys  # noqa: E402
 from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
-from plan_shapes import MODELS, QWEN, QWEN3  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
 from jaxrl.errors import ConfigError  # noqa: E402
@@ -222,107 +216,6 @@ for _system, _entries in DRAWN.items():
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
 UNREADABLE = {"agentic_val_sokoban_async_16gpus.yaml": "no key max_actions_per_traj is set"}  # nor in the files that it includes
 
-# config.json by the name of the checkpoint, as its owners published it
-_QWEN7 = {**QWEN, "vocab_size": 152064, "tie_word_embeddings": False}
-_LONG = {"max_position_embeddings": 131072}
-_MOONLIGHT = {**MODELS["671B"], "vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
-              "num_hidden_layers": 27, "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
-              "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
-              "q_lora_rank": None, "max_position_embeddings": 8192}
-_VL_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16, "spatial_merge_size": 2,
-             "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
-             "hidden_act": "gelu_pytorch_tanh"}
-
-
-def _qwen_vl(kind: str, text: dict, sections: list[int], **tower) -> dict:
-    """Of Qwen2-VL and Qwen2.5-VL, whose text's entries lie beside the tower's."""
-    return {**text, "model_type": kind, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "image_token_id": 151655, "video_token_id": 151656,
-            "vision_start_token_id": 151652, "vision_end_token_id": 151653, "rope_scaling": {"type": "mrope", "mrope_section": sections},
-            "vision_config": {"in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **tower}}
-
-
-def _qwen25_vl(text: dict) -> dict:
-    return _qwen_vl("qwen2_5_vl", text | {"max_position_embeddings": 128000}, [16, 24, 24], depth=32, hidden_size=1280, intermediate_size=3420,
-                    num_heads=16, out_hidden_size=text["hidden_size"], window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
-                    tokens_per_second=2, hidden_act="silu")
-
-
-def _qwen3_vl(text: dict, kind: str = "qwen3_vl", **tower) -> dict:
-    own = {**text, "model_type": f"{kind}_text", "rope_theta": 5e6, "max_position_embeddings": 262144,
-           "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}}
-    return {"model_type": kind, "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-            "tie_word_embeddings": text.get("tie_word_embeddings", False), "text_config": own,
-            "vision_config": {"model_type": kind, **_VL_TOWER, "out_hidden_size": text["hidden_size"], **tower}}
-
-
-_LINEAR = {"head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-           "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "rope_theta": 1e7, "norm_topk_prob": True,
-           "max_position_embeddings": 262144, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
-_QWEN35 = {**_LINEAR, "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh"}
-_GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 10000, "sliding_window_pattern": 6,
-           "query_pre_attn_scalar": 256}
-_LLAMA3 = {**MODELS["70B"], "rope_theta": 5e5}
-_3B = {**QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
-_7B = {**_QWEN7, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-_1_7B = {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True}
-SHAPES = (
-    (r"qwen2\.5-vl-7b", _qwen25_vl(_7B)), (r"qwen2\.5-vl-3b", _qwen25_vl(_3B)),
-    (r"qwen2-vl-7b", _qwen_vl("qwen2_vl", _7B, [16, 24, 24], depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584)),
-    (r"qwen3-vl-2b", _qwen3_vl(_1_7B, depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])),
-    (r"qwen3-vl-8b", _qwen3_vl(MODELS["8B"] | {"tie_word_embeddings": False})),
-    (r"qwen3-vl-30b-a3b", _qwen3_vl(MODELS["30B-A3B"], "qwen3_vl_moe")),
-    (r"qwen3-1\.7b", _1_7B),
-    (r"qwen3\.5-35b-a3b", {**_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "linear_num_value_heads": 32,
-                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}),
-    (r"qwen3\.5-397b", {**_QWEN35, "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "linear_num_value_heads": 64,
-                        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}),
-    (r"qwen3-next-80b", {**_LINEAR, "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
-                         "num_hidden_layers": 48, "num_attention_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
-                         "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-                         "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    (r"gemma-2-2b", {**_GEMMA, "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-                     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096,
-                     "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    (r"gemma-3-1b", {**_GEMMA3, "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-                     "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}),
-    (r"gemma-3-4b", {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999,
-                     "eoi_token_index": 256000,
-                     "text_config": {**_GEMMA3, "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-                                     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 1024,
-                                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-                     "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-                                       "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
-                                       "vision_use_head": False}}),
-    (r"gemma.?7b", {**_GEMMA, "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
-                    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192}),
-    (r"llama-3\.1-8b", {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
-    (r"llama-3\.2-1b", {**_LLAMA3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
-                        "tie_word_embeddings": True}),
-    (r"phi-4$", {"model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
-                 "num_attention_heads": 40, "num_key_value_heads": 10, "max_position_embeddings": 16384, "rope_theta": 250000.0,
-                 "tie_word_embeddings": False, "eos_token_id": 100265, "sliding_window": None, "pad_token_id": 100257}),
-    (r"qwen2(\.5)?-0\.5b", MODELS["0.5B"]),
-    (r"r1-distill-qwen-1\.5b", MODELS["1.5B"] | _LONG | {"tie_word_embeddings": False}),
-    (r"qwen2\.5-(coder-|math-)?1\.5b", MODELS["1.5B"]),
-    (r"qwen2\.5-3b", {**QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}),
-    (r"qwen2\.5-math-7b", {**_QWEN7, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-                           "num_key_value_heads": 4}),  # 32768 positions, as its script asks for
-    (r"qwen(2|2\.5)-(coder-)?7b|r1-distill-qwen-7b", {**_QWEN7, **_LONG, "hidden_size": 3584, "intermediate_size": 18944,
-                                                     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}),
-    (r"qwen2\.5-(coder-)?32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
-                                           "num_attention_heads": 40, "num_key_value_heads": 8}),
-    (r"qwen3-4b", {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-                   "tie_word_embeddings": True}),
-    (r"qwen3-8b", MODELS["8B"]), (r"qwen3-32b", MODELS["32B"]), (r"qwen3-30b-a3b", MODELS["30B-A3B"]),
-    (r"mistral-nemo", {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
-                       "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
-                       "sliding_window": None, "tie_word_embeddings": False, "eos_token_id": 2}),
-    (r"moonlight-16b", _MOONLIGHT), (r"dsv3", MODELS["671B"]),
-    (r"gpt-oss-20b", MODELS["gpt-oss-120b"] | {"num_hidden_layers": 24, "num_local_experts": 32}),
-    (r"deepseek-llm-7b", MODELS["7B"] | {"vocab_size": 102400, "num_hidden_layers": 30}),
-)
-
 
 def clone(root: Path, repository: str) -> Path:
     """The git directory of a repository."""
@@ -458,23 +351,6 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
     return report["outcome"], wrong, report
 
 
-def plan(report: dict, out: Path) -> tuple[str, str]:
-    """("fits", "does not fit", "none" where no command plans it, or "wrong"; the last line that the printed command says)."""
-    if "plan" not in report["commands"]:
-        return "none", ""
-    names = (report["model"].lower(), report["file"].lower())  # of /path/to/model the file says what it is
-    shape = next((s for name in names for pattern, s in SHAPES if re.search(pattern, name)), None)
-    if shape is None:
-        return "wrong", f"SHAPES has no {report['model']}"
-    (out / "shape").mkdir()
-    (out / "shape" / "config.json").write_text(json.dumps(shape))
-    command = [sys.executable, *shlex.split(report["commands"]["plan"])[1:], "--config.model.path=shape"]
-    done = subprocess.run(command, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
-    last = done.stdout.strip().split("\n")[-1]
-    return "fits" if done.returncode == 0 else "does not fit" if "it does not fit" in last else "wrong", last
-
-
 DOCUMENTS = {"skyrl": ("skyrl.rst", "docs"), "areal": ("areal.md", "0.3"), "rlinf": ("rlinf.rst", "docs"), "roll": ("roll.md", "0.1.0")}
 
 
@@ -532,27 +408,18 @@ def main() -> int:
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
-    parser.add_argument("--plan", nargs="?", const=".")
     args = parser.parse_args()
-    results, bad, at = {}, 0, commit()
-    was = json.loads((RESULTS / "migrate_corpus.json").read_text())["results"] if (RESULTS / "migrate_corpus.json").exists() else {}
+    results, bad = {}, 0
     for system in args.systems.split(","):
         outcomes, wrong, count, seconds = Counter(), {}, 0, None
-        before, plans = was.get(system, {}).get("plans", {}), {}
         for repository, commit_, version, files in CORPUS[system]:
             with tempfile.TemporaryDirectory() as tmp:
                 root = Path(tmp) / "tree"
                 root.mkdir()
                 take(clone(args.clones, repository), commit_, files, root)
-                planned = {}
                 for i, name in enumerate(files):
                     label = f"{repository}@{commit_}:{name}"
-                    outcome, found, report = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
-                    emitted = outcome in ("full", "partial")
-                    if emitted and args.plan and re.search(args.plan, label):
-                        planned[label] = (report, Path(tmp) / f"out{i}")
-                    elif emitted and label in before:
-                        plans[label] = before[label]
+                    outcome, found, _ = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
                     outcomes[outcome] += 1
                     count += 1
                     if found:
@@ -562,20 +429,13 @@ def main() -> int:
                         subprocess.run([sys.executable, "-m", "jaxrl.migrate", system, str(root / name), f"--out={tmp}/timed",
                                         *([f"--gpus={GPUS[system]}"] if system in GPUS else [])], capture_output=True)
                         seconds = round(time.perf_counter() - start, 2)
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    for label, (verdict, said) in zip(planned, pool.map(lambda p: plan(*p), planned.values()), strict=True):
-                        print(f"{verdict:>12}: {label} {said if verdict == 'wrong' else ''}", flush=True)
-                        plans[label] = {"plan": verdict, "commit": at, **({"said": said} if verdict != "fits" else {})}
-        wrong |= {f"{label}, planned": [p["said"]] for label, p in plans.items() if p["plan"] == "wrong"}
         results[system] = {"configs": count, **outcomes, "seconds": seconds, "wrong": wrong}
-        if plans:
-            results[system] |= {"planned": Counter(p["plan"] for p in plans.values()), "plans": plans}
         bad += len(wrong)
         for name, found in wrong.items():
             print(name, *found, sep="\n    ")
-    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds", "plan: fits", "does not", "none"],
-          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"],
-            *(r.get("planned", {}).get(v, 0) for v in ("fits", "does not fit", "none"))] for s, r in results.items()])
+    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds"],
+          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"]]
+           for s, r in results.items()])
     if args.seeds:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")

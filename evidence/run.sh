@@ -30,6 +30,7 @@
 #    forks with an edited reward, loss, helper                   fork.py (ten minutes)
 #    faults that certify finds, presets that it passes           certify.py (half an hour)
 #    example configs of other systems                            migrate_corpus.py --clones=DIR (half a minute)
+#    a plan of each written one, resumable                       migrate_plans.py --clones=DIR (two hours of processor time)
 #    three steps of a config of each system                      migrate_train.py --clones=DIR (some four minutes)
 #    two steps of a job of each system and kind                  migrate_train_kinds.py --clones=DIR (some forty minutes)
 #    outcomes of all example files, with reasons                 migrate_survey.py --clones=DIR (some five minutes)

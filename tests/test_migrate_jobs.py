@@ -271,6 +271,15 @@ def test_the_version_is_asked_for_within_those_of_the_job(tmp_path):
     assert status == 0 and report["job"] == "first_sft"
 
 
+@pytest.mark.parametrize("nodes, gpus", [("--nnodes=16 ", 128), ("--nnodes 2 ", 16), ("", 8)])
+def test_the_nodes_of_torchrun_count(nodes, gpus, tmp_path):
+    """In words of a=b and of two; without them one node."""
+    text = f"torchrun {nodes}--nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=a/b engine=megatron"
+    status, report, _ = run(tmp_path, f"{text} engine.tensor_model_parallel_size=2\n", name="j.sh", system="verl")
+    assert status == 0
+    assert report["facts"]["GPUs"] == gpus and f"--config.plan.target=h100:{gpus}" in report["commands"]["plan"]
+
+
 def test_a_key_of_the_top_level_within_a_table_is_unknown():
     for system, settings, key in (("roll", PAIRS, "reference.ipo"), ("roll", STUDENT, "teacher.kd_objective"),
                                   ("skyrl", {"max_length": 64}, "optimizer_config.batch_size")):

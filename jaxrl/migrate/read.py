@@ -72,7 +72,8 @@ def _script(table: Table, path: Path, environment, notes) -> tuple[str, list[Set
     one with most keys."""
     found = []
     for command in shell.commands(path, environment, notes):
-        line = " ".join(text for text, _ in command.words if not re.match(r"(?!--(config|nproc))[\w.+~/-]+=", text))
+        setting = re.compile(r"(?!--(config|nproc|nnodes))[\w.+~/-]+=")
+        line = " ".join(text for text, _ in command.words if not setting.match(text))
         fits = bool(re.search(table.command, line))
         settings = _command(table, command, path, notes, fits)
         if settings:
