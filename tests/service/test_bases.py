@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.tiers import nightly
 from helpers.tinker_cases import next_tokens, numbers, served
 from helpers.tiny_models import make_tiny
 from helpers.trainer_cases import trainer_of
@@ -16,13 +17,14 @@ def test_where_rows_decide_each_other_s_bits_requests_share_no_pass(tmp_path, ar
     assert trainer_of(path, np.float32, together=8).together == together
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_moe"])
-def test_a_loop_learns_and_samples_what_it_learned(tmp_path, architecture):
-    """Recurrent layers (Qwen3.5) and experts; the sampler's log-probs are the trainer's, also of adapters on the output matrix."""
+@pytest.mark.parametrize("architecture, rank", [("qwen3_5", 3), nightly("qwen3_moe", 3), ("qwen3_moe", 0)])
+def test_a_loop_learns_and_samples_what_it_learned(tmp_path, architecture, rank):
+    """Recurrent layers (Qwen3.5) and experts; the sampler's log-probs are the trainer's, also of adapters on the output matrix.
+    Rank 0: all parameters."""
     make_tiny(architecture, tmp_path / "model", num_hidden_layers=3)
-    with served(tmp_path) as (_, client):
+    with served(tmp_path, rank=4 * (rank > 0)) as (_, client):
         session = client.session()
-        run, losses = client.run(session, train_unembed=True), []
+        run, losses = client.run(session, rank=rank, train_unembed=True), []
         for step in range(3):
             promise = client.forward_backward(run, 2 * step + 1, ROWS)
             client.result(client.optim_step(run, 2 * step + 2))
