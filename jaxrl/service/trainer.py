@@ -183,17 +183,20 @@ class Trainer:
                  together: int = 1):
         self.model, self.base, self.places, self.everywhere = model, base, places, everywhere
         self.row_shapes, self.put, self.alpha = row_shapes, put, alpha
-        self.rank = 0 if model.adapter is None else max(t.rank for t in model.adapter.targets)
+        adapter = model.adapter
+        self.rank = 0 if adapter is None else max(t.rank for t in adapter.targets)
         objective = SumOfTokens(chunk=chunk, max_grad_norm=0.0)
         self.optimizer = adam()
         self.update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
         self.shared_update = training.make_update(model, self.optimizer, lambda step: 0.0 * step, objective)
-        self.unembed = bool(self.rank) and adapters.adapts_head(model.adapter)
+        self.unembed = adapter is not None and adapters.adapts_head(adapter)
         self.together = 1 if not self.rank or rows_mix(model, self.unembed) else together
         scaled = make_scaled(model, objective)
         self._evaluate = jax.jit(lambda trainable, frozen, stats, batch: scaled(trainable, frozen, batch, stats)[1])
         self._start = jax.jit(lambda trainable, frozen: training.init_state(trainable, frozen, self.optimizer))
         self._zeros: dict[tuple, Any] = {}  # shape of a microbatch -> metrics to add to
+        self._stack: Any
+        self._take: Any
         self._stack, self._take = self._bank_programs() if self.rank else (None, None)
         self._add = jax.jit(lambda window, more: jax.tree.map(jnp.add, window, more), donate_argnums=0)
         self.dtype = jnp.result_type(jnp.float32, *(x.dtype for x in base.values() if x.dtype == jnp.float64))
