@@ -45,6 +45,7 @@ def test_one_that_crashes_is_a_finding(alone, code, said):
     assert state == "wrong" and said in text
 
 
+@pytest.mark.full
 def test_one_that_hangs_is_ended_with_what_it_started(alone):
     """Else this would wait for the grandchild, which holds the same pipe."""
     alone("vllm", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(3600)'])", seconds=2)

@@ -240,6 +240,7 @@ def test_when_all_are_at_work_further_ones_get_503(start):
     assert found == [200] * 8
 
 
+@pytest.mark.full
 def test_silence_and_dripping_end(start, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     port = start().port

@@ -172,6 +172,7 @@ def test_a_window_outside_of_the_spread_is_seen():
     assert [r["within"] for r in rows] == [True, False] and rows[0]["trl_two_deviations"] == pytest.approx(0.04)
 
 
+@pytest.mark.full
 def test_a_process_that_leaves_others_behind_ends_and_so_do_they(tmp_path):
     """As vLLM does: the pipe's other end would stay open for as long as they live."""
     pid = tmp_path / "pid"

@@ -400,6 +400,7 @@ def test_workers_that_end_before_anything_is_said_stop_the_run(tmp_path):
             p.events(1.0)
 
 
+@pytest.mark.full
 def test_prints_are_said_and_bounded(pool, caplog, monkeypatch):
     monkeypatch.setattr(pool_module, "PRINT_SECONDS", 0.2)
     p, sizes = pool("episode"), []

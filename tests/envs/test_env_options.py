@@ -62,7 +62,7 @@ def test_in_flight(in_flight):
             assert not in_flight or engine.health().running <= in_flight
 
 
-@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("retries", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_retries(retries):
     with playing("broken", says=["7"], retries=retries) as engine:
         (result,) = generate(engine, requests(1, 1), 600.0)

@@ -69,6 +69,7 @@ def test_kept_logits_are_those_that_would_be_made_again(blocks, monkeypatch):
     assert products == more - 1
 
 
+@pytest.mark.full
 @IMPLEMENTATIONS
 @first_cases(1, "transposed", [True, False])
 def test_a_part_of_low_rank_is_a_head_with_it_added(implementation, transposed, blocks):

@@ -81,6 +81,7 @@ def test_export_is_the_folder_that_was_read(folder, tmp_path, name):
     same_tensors(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", [{"hybrid_override_pattern": "M-M"}])
 def test_a_completion_is_its_own_to_the_bit(pattern):
     """fp32, one program, no attention: log-probs of completions of a shared prompt, packed behind another prompt, are the same bits when

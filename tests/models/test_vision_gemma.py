@@ -51,6 +51,7 @@ def want(folder):
     return [cases.theirs(folder[1], *own) for own in sequences()]
 
 
+@pytest.mark.full
 @first_cases(1, "scan_layers", [True, False])
 def test_logits_equal_transformers(folder, want, scan_layers):
     """0, 1 and 2 images in a row of their own, and several sequences with images packed into one row. The window is

@@ -147,6 +147,7 @@ def test_what_cannot_be_meant_is_refused(changes, complaint):
         common.check(c)
 
 
+@pytest.mark.full
 def test_a_missing_process_is_named():
     port = launch_port()
     with pytest.raises(RunStopped, match=r"2 of 3 processes did not come within launch.connect_seconds=1: 1 \(b\), 2 \(c\)"):
@@ -155,6 +156,7 @@ def test_a_missing_process_is_named():
         group.greet_all(Place("explicit", f"127.0.0.1:{port}", 3, 1), 1.0)
 
 
+@pytest.mark.full
 def test_a_run_waits_connect_seconds_for_the_others(monkeypatch):
     monkeypatch.setattr(group.jax.config, "update", lambda *changes: None)  # what a job of several processes sets would stay for other tests
     config = default_config()

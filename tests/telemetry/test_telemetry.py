@@ -209,6 +209,7 @@ def text_of(accumulator, tag):
     return accumulator.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.full
 def test_tensorboard_has_scalars_samples_and_config_and_hides_what_a_resume_repeats(tmp_path):
     t = Telemetry(tmp_path, config(), 10)
     for step in (1, 2, 3):
@@ -295,6 +296,7 @@ def test_sinks_of_the_users_and_their_failures(tmp_path, monkeypatch, caplog):
     Telemetry(tmp_path / "c", config(tensorboard=False), 10).close()  # the failed tries hold no lock
 
 
+@pytest.mark.full
 def test_a_sink_that_hangs_costs_one_wait_and_no_other_sink(tmp_path, monkeypatch, caplog):
     """Two hang, each in its own thread: TensorBoard has everything, rollouts are on disk, and only the first flush waits."""
     (tmp_path / "slow_sink.py").write_text(textwrap.dedent("""
