@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
 from common import RESULTS, commit, record, table  # noqa: E402
-from migrate_corpus import CORPUS, GPUS, clone, migrate, take  # noqa: E402
+from migrate_corpus import CORPUS, clone, migrate, take  # noqa: E402
 from migrate_train import CHAT, MODEL  # noqa: E402
 
 from configs.env_sft import VISION  # noqa: E402
@@ -55,6 +55,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repositor
         "image_sft": "sft/vlm/run_qwen3_vl_2b.sh",
         "image_lora": "grpo_trainer/run_qwen2_5_vl-7b_lora.sh",
         "lora": "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh",
+        "gpg": "gpg_trainer/run_qwen3_8b_fsdp.sh",
     },
     "trl": {
         "grpo": "Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml",
