@@ -73,7 +73,7 @@ CORPUS = {
     "verl": [("volcengine/verl", "b178a3c", "0.7", [f"examples/{n}.sh" for n in (
         "grpo_trainer/run_qwen2-7b_math", "grpo_trainer/run_qwen3-8b", "ppo_trainer/run_deepseek7b_llm",
         "grpo_trainer/run_deepseek671b_math_megatron_80gb", "gmpo_trainer/test_dapo_7b_math", "rloo_trainer/run_qwen2-7b",
-        "remax_trainer/run_qwen2.5-3b_seq_balance", "reinforce_plus_plus_trainer/run_qwen2-7b_math_rf",
+        "remax_trainer/run_qwen2.5-3b_seq_balance", "gpg_trainer/run_qwen2-7b_math", "reinforce_plus_plus_trainer/run_qwen2-7b_math_rf",
         "cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k", "rollout_correction/run_with_rollout_corr",
         "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora", "grpo_trainer/run_qwen2_5_vl-7b",
         "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn")]),
@@ -85,7 +85,8 @@ CORPUS = {
         ("verl-project/verl", "v0.9.0", "0.9", [f"examples/{n}.sh" for n in (
             "cispo_trainer/run_qwen3_8b_fsdp", "dppo_trainer/run_qwen3_30b_a3b_megatron", "gspo_trainer/run_qwen3_30b_a3b_megatron",
             "sapo_trainer/run_qwen3_30b_a3b_fsdp", "gmpo_trainer/run_qwen3_8b_fsdp", "ppo_trainer/run_qwen3_8b_megatron",
-            "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp", "rloo_trainer/run_qwen3_8b_fsdp", "otb_trainer/run_qwen3_8b_fsdp",
+            "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp", "rloo_trainer/run_qwen3_8b_fsdp",
+            "gpg_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_megatron", "otb_trainer/run_qwen3_8b_fsdp",
             "grpo_trainer/run_qwen3_30b_a3b_megatron", "grpo_trainer/run_qwen3_5_35b_a3b_veomni",
             "grpo_trainer/run_mistral_nemo_12b_skyworkrm_fsdp", "grpo_trainer/run_hy_v3_megatron",
             "router_replay/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_30b_a3b_megatron", "tuning/lora/run_qwen3_8b_fsdp",

@@ -27,14 +27,14 @@ from pathlib import Path
 sys.path[:0] = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
 from common import RESULTS, commit, record, table  # noqa: E402
-from migrate_corpus import CORPUS, GPUS, clone, migrate, take  # noqa: E402
+from migrate_corpus import CORPUS, clone, migrate, take  # noqa: E402
 from migrate_train import CHAT, MODEL  # noqa: E402
 
 from configs.env_sft import VISION  # noqa: E402
 from jaxrl.config.load import load_config  # noqa: E402
 
 TRL = "--model_name_or_path=a/m --dataset_name=a/d --per_device_train_batch_size=4 --gradient_accumulation_steps=2"
-RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a command
+RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repository, commit, version, file), or a command
     "skyrl": {
         "grpo": "examples/train/gsm8k/run_gsm8k.sh",
         "ppo": "examples/train/ppo/run_ppo.sh",
@@ -42,6 +42,8 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a comma
         "agentic": "run_skyrl_sql.sh",
         "lora": "lora/run_qwen2_5_0.5b_gsm8k_grpo_lora.sh",
         "image": "geometry3k/run_geometry3k.sh",
+        "image_sft": "sft/run_sft_megatron_vlm.sh",
+        "image_agentic": ("NovaSky-AI/SkyRL", "a956457", "0.3", "examples/train/visgym/run_visgym_from_instruct.sh"),
     },
     "verl": {
         "grpo": "grpo_trainer/run_qwen2-7b_math.sh",
@@ -50,7 +52,10 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a comma
         "distill": "on_policy_distillation_trainer/run_qwen3_8b_fsdp.sh",
         "agentic": "sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh",
         "image": "grpo_trainer/run_qwen2_5_vl-7b.sh",
+        "image_sft": "sft/vlm/run_qwen3_vl_2b.sh",
+        "image_lora": "grpo_trainer/run_qwen2_5_vl-7b_lora.sh",
         "lora": "grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh",
+        "gpg": "gpg_trainer/run_qwen3_8b_fsdp.sh",
     },
     "trl": {
         "grpo": "Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml",
@@ -58,6 +63,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a comma
         "dpo": f"trl dpo {TRL} --beta=0.2",
         "reward": f"trl reward {TRL} --center_rewards_coefficient=0.01",
         "distill": f"trl gkd {TRL} --teacher_model_name_or_path=a/t --lmbda=1.0",
+        "image": ("huggingface/trl", "f2cd577", "1.16", "examples/scripts/grpo_vlm.py"),
     },
     "areal": {
         "grpo": "math/gsm8k_grpo.yaml",
@@ -67,6 +73,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a comma
         "reward": "alignment/hhrlhf_rw.yaml",
         "agentic": "multi_turn_math/gsm8k_grpo_mt.yaml",
         "image": "vlm/clevr_count_70k_grpo.yaml",
+        "image_sft": "vlm/clevr_count_70k_sft.yaml",
     },
     "rlinf": {
         "grpo": "math/qwen2.5-1.5b-grpo-megatron.yaml",
@@ -81,6 +88,14 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, or a comma
         "distill": "qwen3-8B-onpolicy-distill-megatron/onpolicy_distill_config.yaml",
         "agentic": "qwen2.5-0.5B-agentic/agent_val_frozen_lake.yaml",
         "image": "qwen2.5-vl-7B-rlvr/rlvr_megatron.yaml",
+        "image_agentic": ("alibaba/ROLL", "8eb27cc", "0.3.0", "examples/qwen2.5-vl-3B-agentic/agentic_val_sokoban.yaml"),
+        "image_distill": ("alibaba/ROLL", "8eb27cc", "0.3.0", "examples/qwen2.5-vl-7B-distill/distill_vl_megatron.yaml"),
+    },
+    "tunix": {
+        "grpo": "rl/grpo/gsm8k/run_gemma2_2b.sh",
+        "ppo": "rl/ppo/gsm8k/run_qwen3_1.7b.sh",
+        "program": ("google/tunix", "c7d8950", "0.1.7", "examples/math_gsm8k/gemma_grpo_demo_nb.py"),
+        "notebook": ("google/tunix", "c7d8950", "0.1.7", "examples/grpo_gemma.ipynb"),
     },
     "cosmos_rl": {
         "grpo": "qwen2-5-3b-p-fsdp1-tp1-r-tp1-pp1-grpo.toml",
@@ -142,6 +157,7 @@ SMALL = {
     "rollout.engine": "jax",
 }
 LONGEST = 600  # seconds of a run
+REWARDS = "tunix/cli/reward_fn"
 PROGRAM = (
     "import json, sys, jaxrl\nfrom jaxrl.config.load import load_config\nfile, changes = sys.argv[1], json.load(open(sys.argv[2]))\n"
     "jaxrl.train(load_config(file, changes))\n"
@@ -166,6 +182,9 @@ def rows(config, out: Path) -> None:
         talk = {good: [*user, {"role": "assistant", "content": text}] for good, text in ((True, answer), (False, str((2 * i + 2) % 10)))}
         row: dict = {"tag": "FrozenLake", "domain": "math_rule", "data_source": "openai/gsm8k", "env_class": "gsm8k"}
         turns = recipe == "sft" and data.train_turns == "all"
+        if data.image_column and config.model.config.get("vision_config"):
+            user[0]["content"] = f"<image>{question}"
+            put(row, data.image_column, [picture(i)])
         put(row, data.prompt_column, talk[True] if turns else user if recipe == "rl" and data.chat != "false" else question)
         put(row, data.answer_column, f"#### {answer}")
         if data.train_turns != "all":
@@ -173,9 +192,6 @@ def rows(config, out: Path) -> None:
         if recipe in ("preference", "reward_model"):
             for column, good in ((data.chosen_column, True), (data.rejected_column, False)):
                 put(row, column, talk[good] if data.chat != "false" else talk[good][1]["content"])
-        if data.image_column and config.model.config.get("vision_config"):
-            put(row, data.prompt_column, [{"role": "user", "content": f"<image>{question}"}])
-            put(row, data.image_column, [picture(i)])
         lines.append(json.dumps(row))
     (out / "rows.jsonl").write_text("\n".join(lines) + "\n")
     (out / "chat.jinja").write_text(CHAT)
@@ -202,23 +218,25 @@ def picture(i: int) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def teacher(out: Path) -> str:
+def teacher(out: Path, seeing: bool) -> str:
     """A folder with a small random model."""
     import shutil
 
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from jaxrl.data.sources import EMBEDDED
 
-    Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in MODEL.items() if k != "model_type"})).save_pretrained(out)
-    shutil.copytree(EMBEDDED / "arith" / "tokenizer", out, dirs_exist_ok=True)
+    model = dict(VISION if seeing else MODEL)
+    config = AutoConfig.for_model(model.pop("model_type"), **model)
+    (AutoModelForImageTextToText if seeing else AutoModelForCausalLM).from_config(config).save_pretrained(out)
+    shutil.copytree(EMBEDDED / ("pictures" if seeing else "arith") / "tokenizer", out, dirs_exist_ok=True)
     return str(out)
 
 
 def changes(config, kind: str, data: Path, work: Path) -> dict:
     """The options that a machine without GPUs and models cannot keep."""
     o = dict(SMALL)
-    seeing = kind == "image"
+    seeing = kind.startswith("image")
     o |= {
         "model.config": VISION if seeing else MODEL,
         "model.tokenizer": "jaxrl://pictures/tokenizer" if seeing else "jaxrl://arith/tokenizer",
@@ -241,9 +259,9 @@ def changes(config, kind: str, data: Path, work: Path) -> dict:
             o["env.image_tokens"] = 64
     for role in ("teacher", "reference"):
         if config[role].path:
-            o[f"{role}.path"], o[f"{role}.dtype"] = teacher(work / role), "fp32"
+            o[f"{role}.path"], o[f"{role}.dtype"] = teacher(work / role, seeing), "fp32"
     if config.run.recipe == "distill" and not config.teacher.path:
-        o["teacher.path"] = teacher(work / "teacher")
+        o["teacher.path"] = teacher(work / "teacher", seeing)
     if config.reward.model.path:
         o |= {"reward.model.path": "", "reward.functions": ("math",), "reward.weights": ()}
     return o
@@ -255,15 +273,24 @@ def run(system: str, kind: str, clones: Path, work: Path) -> dict:
     out, data, tree = work / "out", work / "data", work / "tree"
     for folder in (data, tree):
         folder.mkdir()
-    if end.startswith("trl "):
+    if isinstance(end, str) and end.startswith("trl "):
         version, name = "1.16", "run.sh"
         (tree / name).write_text(end + "\n")
-        GPUS.setdefault(system, 8)
     else:
-        repository, at, version, name = find(system, end)
-        take(clone(clones, repository), at, [name], tree)
+        repository, at, version, name = end if isinstance(end, tuple) else find(system, end)
+        if name.endswith((".py", ".ipynb")):
+            text = subprocess.run(["git", "-C", str(clone(clones, repository)), "show", f"{at}:{name}"], capture_output=True, check=True)
+            name = Path(name).name
+            (tree / name).write_bytes(text.stdout)
+        else:
+            take(clone(clones, repository), at, [name], tree)
+    own = {}
+    if system == "tunix":  # whose rewards are called where they lie
+        of = subprocess.run(["git", "-C", str(clone(clones, repository)), "archive", at, REWARDS], capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", str(tree)], input=of.stdout, check=True)
+        own["TUNIX"] = str(tree)
     status, said, report = migrate(system, tree / name, version, out)
-    row = {"config": end, "outcome": report.get("outcome", said.strip()[:200])}
+    row = {"config": end if isinstance(end, str) else f"{end[3]} at {end[1]}", "outcome": report.get("outcome", said.strip()[:200])}
     if status:
         return row | {"steps": 0, "ok": False, "why": "; ".join(e["why"] for e in report.get("lacks", []) if e["refused"])[:200]}
     config = load_config(str(out / report["config"]))
@@ -286,7 +313,7 @@ def run(system: str, kind: str, clones: Path, work: Path) -> dict:
             stdout=text,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))},
+            env={**os.environ, **own, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))},
         )
         try:
             code = child.wait(LONGEST)

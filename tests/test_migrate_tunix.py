@@ -62,6 +62,7 @@ def test_a_script_its_file_and_base_config_are_layers(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "reward.py").write_text(REWARD)
     monkeypatch.setenv("TUNIX", str(tmp_path))
+    assert c.reward.env == ("TUNIX",)  # else its workers do not see it
     space: dict = {}
     exec((out / "run_reward.py").read_text(), space)
     space["score"].prepare()

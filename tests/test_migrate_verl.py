@@ -1,7 +1,9 @@
 """jaxrl.migrate: verl from 0.8 on, whose engines, tables of rewards and teachers are others."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from test_migrate import migrated, values
 
@@ -77,6 +79,21 @@ def test_remax_counts_the_kl_of_a_token_and_of_those_behind_it():
     v = values(verl({**remax, **kl}))
     assert (v["algorithm.advantage"], v["algorithm.advantage_mean"], v["algorithm.gamma"]) == ("returns", "greedy", 1.0)
     assert values(verl(remax))["algorithm.advantage"] == "outcome"
+
+
+def test_gpg_is_a_function_of_the_batch_beside_the_config():
+    """By hand: 8 completions, 5 of a score other than 0, and one without a score, of a group of its own."""
+    gpg, n = {"algorithm.adv_estimator": "gpg", A + "policy_loss.loss_mode": "gpg"}, float("nan")
+    m = verl({**gpg, R + "n": 4, "algorithm.norm_adv_by_std_in_grpo": True})
+    v, space = values(m), {}
+    exec(m.files[v["algorithm.advantage"][2:].partition(":")[0]], space)
+    batch = SimpleNamespace(scores=[1, 0, 0, 0, 1, 1, 1, 1, n], groups=[0, 0, 0, 0, 1, 1, 1, 1, 2])
+    np.testing.assert_allclose(space["gpg"](batch), [1.2, -0.4, -0.4, -0.4, 0, 0, 0, 0, 0], atol=1e-12)
+    np.testing.assert_allclose(space["gpg"](SimpleNamespace(scores=[0.5, 0.0], groups=[0, 1])), [1.0, 0.0])  # groups of one
+    np.testing.assert_allclose(space["gpg"](SimpleNamespace(scores=[0.0, 0.0], groups=[0, 0])), [0.0, 0.0])
+    assert (v["algorithm.policy_loss"], v["algorithm.ratio"], v["algorithm.whiten"]) == ("pg", "token", False)
+    assert m.marks["algorithm.norm_adv_by_std_in_grpo"][0] == "inert"
+    assert verl(gpg, "0.4").outcome(False) == "refused"
 
 
 def test_megatrons_adapters_are_of_a_table_of_their_own():

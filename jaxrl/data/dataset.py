@@ -200,6 +200,7 @@ class Reader:
         prompt, completion, messages = row.get(column), None, None
         if prompt is None:
             raise missing_column(row, self.prompt, "data.prompt_column")
+        plain = isinstance(prompt, str) and not self.template.chat
         prompt, found = (prompt, []) if self.images is None else self.images.split(row, prompt, where)
         if not isinstance(prompt, str):
             try:
@@ -227,10 +228,15 @@ class Reader:
         render = partial(self.template.render, **({"tools": tools} if tools else {}))
         images = None
         if found and self.images is not None:
-            text, images = self.images.rendered(found, prompt, render)
+            text, images = self.images.rendered(found, prompt, self._render_plain if plain else render)
         else:
             text = render(prompt)
         return Row(prompt, text, answer, columns, completion, messages, tools, images=images)
+
+    def _render_plain(self, messages) -> str:
+        """Returns a text prompt with images, which `split` made one message, as text: no chat template is in use."""
+        assert self.images is not None
+        return self.template.render(self.images.written(messages[0]["content"]))
 
     def images_in(self, row: dict[str, Any], where: str) -> list:
         """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of

@@ -246,6 +246,22 @@ def test_images_are_no_targets_and_stand_where_they_belong():
     assert not np.array_equal(*changed)
 
 
+@pytest.mark.parametrize("marked", [f"<image>{ASK}<image>", ASK])
+def test_images_in_a_text_without_a_chat_template(marked):
+    """As AReaL's loader of clevr_count_70k writes them: the text as it is, with the model's tokens in place of the markers."""
+    rows = [{"prompt": marked, "images": [FIRST, SECOND], "completion": SAY}, {"prompt": ASK, "completion": SAY}]
+    dataset, images = loaded(config(data__chat="false"), rows)
+    ids = load_tokenizer(config()).convert_tokens_to_ids
+    first, second = ([ids("<|vision_start|>"), *[ids("<|image_pad|>")] * n, ids("<|vision_end|>")] for n in (6, 2))
+    asked = [*map(ids, ("how", " ", "many", " ", "red", " ", "shapes", "?"))]
+    want = [*first, *asked, *second] if marked != ASK else [*first, *second, *asked]
+    assert dataset[0].prompt_ids.tolist() == want and dataset[1].prompt_ids.tolist() == asked
+    assert dataset[0].images.grids.tolist() == [[4, 6], [4, 2]] and dataset[0].target_ids.tolist() == dataset[1].target_ids.tolist()
+    images.close()
+    with pytest.raises(DataError, match="chat messages need a chat template"):
+        loaded(config(data__chat="false"), [rows[0] | {"prompt": TURNS}])
+
+
 def test_files_of_images_are_read_anew(tmp_path):
     """Also where rows would come from a cache: another picture in a file of the same name is another content."""
     found, c = [], config([written(tmp_path, {"prompt": ASK, "images": ["a.png"], "completion": SAY})], data__cache=str(tmp_path / "cache"))

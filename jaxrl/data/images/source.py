@@ -196,6 +196,12 @@ class ImageSource:
                               [self._video_text(one) for one in videos])
         return text, RowImages(self.flat(images), marks, self.tokens)
 
+    def written(self, parts: list[dict]) -> str:
+        """Returns a message's parts as one text, with what a chat template writes for an image or a video."""
+        own = self.tokens
+        pictures = {"image": own.marker or own.text, "video": own.start + own.video + own.end}
+        return "".join(pictures.get(part["type"]) or part["text"] for part in parts)
+
     def _video_text(self, video: Video) -> str:
         """Returns what the token of a video becomes, with one for each group of frames."""
         assert self.sampling is not None

@@ -42,7 +42,7 @@ def prepare():
     for file in FILES:
         place = os.path.join(os.environ.get("TUNIX", "."), file)
         if not os.path.exists(place):
-            raise RuntimeError(f"{{file}}: not found; name the folder that it is below in the variable TUNIX")
+            raise RuntimeError(f"{{place}}: not found; name the folder that {{file}} is below in the variable TUNIX")
         spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), place)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -314,6 +314,7 @@ def data(m: Migration):
     files = [str(f) for f in m.list("reward_functions")]
     if files:
         common.reward_file(m, REWARD.format(files=files), "reward_functions")
+        m.set("reward.env", ("TUNIX",), "reward_functions")  # workers see no other variable
         m.needs(f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER")
     if m.flag("verl_compatible"):
         m.lacks(

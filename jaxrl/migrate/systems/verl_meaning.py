@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxrl.migrate import common
+from jaxrl.migrate.systems import verl_gpg
 from jaxrl.migrate.systems.verl_engine import ACTOR, MODEL, ROLLOUT, TRAINER, rank, since
 from jaxrl.migrate.table import Migration
 
@@ -54,10 +55,13 @@ ESTIMATORS = {
 
 def advantage(m: Migration):
     name = ALGO + "adv_estimator"
+    if m.text(name) == "gpg" and since(m, "0.5"):
+        verl_gpg.advantage(m, name, ALGO + "norm_adv_by_std_in_grpo")
+        return
     if m.text(name) not in ESTIMATORS:
         m.lacks(
             name,
-            f"{m.text(name)!r} is none of {', '.join(ESTIMATORS)}; a function of your own is "
+            f"{m.text(name)!r} is none of {', '.join(ESTIMATORS)}, gpg; a function of your own is "
             "algorithm.advantage (docs/guides/extend.md)",
             refuse=True,
         )
