@@ -345,7 +345,8 @@ class Migration:
         if self.job:
             self.facts["job"] = self.job.what
         if self.refused and self.job:
-            self.lacking.append((self.told, f"{self.job.what} is not carried over; {self.job.ours} does it", True))
+            what = f"{self.job.what} is not carried over" + f"; {self.job.ours} does it" * bool(self.job.ours)
+            self.lacking.append((self.told, what, True))
             self.different, self.unknown = [], []
             return self
         for rule in self.table.rules:
