@@ -220,7 +220,7 @@ def wait_for(url: str, process) -> None:
 
 
 def measured(part: str, peer: str, port: int) -> dict:
-    """Returns the figures of one part, "throughput" or "answers", by servers of its own: skyrl's takes ten runs in its life."""
+    """Returns the figures of one part, "throughput" or "answers", by servers of its own: skyrl's takes at most ten runs."""
     sys.path[:0] = [str(ROOT / "evidence"), str(ROOT / "tests/service")]
     from test_sdk import make_model
 

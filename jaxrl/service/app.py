@@ -140,6 +140,9 @@ def config_of(options: Options):
         c.rollout.slots, c.rollout.stop_token_ids = 32, (0,) * ENDS
     for name, value in options.config.items():
         put(c, name, value)
+    if not options.rank and c.train.param_dtype != "fp32":
+        raise ConfigError(f"--config.train.param_dtype={c.train.param_dtype}: with --rank=0 all parameters are trained "
+                          "and saved in fp32; leave it out")
     return c
 
 

@@ -143,5 +143,7 @@ def test_a_folder_has_adapters_or_whole_models(tmp_path):
         with pytest.raises(ConfigError, match=f"--rank={other}: the runs in .* were trained with --rank={rank}.*choose another --dir"):
             app.check_folder(tmp_path, app.Options("base", rank=other), name)
         (tmp_path / "base.json").unlink()
+    with pytest.raises(ConfigError, match="param_dtype=bf16: with --rank=0 all parameters are trained and saved in fp32; leave it out"):
+        app.config_of(app.Options("base", rank=0, config={"train.param_dtype": "bf16"}))
     with pytest.raises(ConfigError, match="--unembed=leave-out: --rank=0 trains all parameters"):
         app.parse(["--model=base", "--rank=0", "--unembed=leave-out"])
