@@ -70,7 +70,7 @@ def compare(name: str, changes: dict) -> dict:
     served = make(config, "vllm", hf, model)
     try:
         served.publish(params, 0)  # raises where a checksum or the probe differs
-        checked = len(served._digests)
+        checked = len(served.publisher._digests)
         greedy, sampled = generate(served, ask("g", 0.0), 300), generate(served, ask("s", 1.0), 300)
     finally:
         served.close()

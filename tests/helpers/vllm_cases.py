@@ -193,7 +193,7 @@ def refused_port_beside_a_good_one():
     with Said() as said, own_servers(rollout_servers=(vllm_server(), url), setup_seconds=60.0) as engine:
         asked = many(40)
         check_answers(asked, generate(engine, asked, TIMEOUT))
-        return said.about("is not there"), "goes on with the other server"
+        return said.about("does not reply"), "goes on with the other server"
 
 
 def spoil(tensors):

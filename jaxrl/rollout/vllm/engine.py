@@ -155,7 +155,8 @@ class VllmEngine(Engine):
         self._meet_servers()
         self.fleet.take_newcomers()
         self.fleet.notice_deaths()
-        self._send_weights([r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")])
+        up = [r for r in self.router.replicas if r.state in ("ready", "unsynced", "asleep")]
+        self._send_weights([r for r in up if self._fits(r)])
         self._synced, self._asleep = True, False
         self._maintain()
 
@@ -222,16 +223,27 @@ class VllmEngine(Engine):
         """Whether an update has taken the buffers of the weights that were published last; the next publish is near."""
         return any(getattr(a, "is_deleted", bool)() for a in jax.tree.leaves(self._params))
 
-    def _join(self, replica: Replica) -> None:
-        """Examines and verifies a server that came or came back; marks it dead if it does not fit."""
-        self.publisher.verified.discard(replica.index)
+    def _fits(self, replica: Replica) -> bool:
+        """Examines a server that came or came back, which has none of our weights; marks it dead if it does not fit."""
+        if not replica.examined:
+            self.publisher.verified.discard(replica.index)
+            self._with(replica, self.fleet.examine, replica)
+        return replica.examined
+
+    def _with(self, replica: Replica, action, *arguments) -> None:
+        """Calls action(*arguments); marks the server dead if it fails."""
         try:
-            self.fleet.examine(replica)
-            self._send_weights([replica])
-            log.info("vLLM server %s joined at version %d", replica.url, self._version)
+            action(*arguments)
         except (adapter.ServerError, adapter.Refused, ConfigError) as e:
             log.warning("vLLM server %s cannot join: %s", replica.url, e)
             self.router.set_state(replica, "dead", str(e))
+
+    def _join(self, replica: Replica) -> None:
+        """Examines a server that came or came back, and gives it the current weights."""
+        if self._fits(replica):
+            self._with(replica, self._send_weights, [replica])
+            if replica.state == "ready":
+                log.info("vLLM server %s joined at version %d", replica.url, self._version)
 
     def _parse_version(self, text: str) -> int:
         run, _, number = text.rpartition("-")

@@ -48,12 +48,14 @@ class Replica:
     """One server as the router sees it.
 
     state: starting, unsynced (healthy, but with other weights), ready, asleep or dead. why: the reason, for
-    messages. misses: health checks in a row without a reply."""
+    messages. misses: health checks in a row without a reply. examined: whether it was found to fit this run since it
+    came up; what it held before is gone with the process that was there before."""
 
     index: int
     url: str
     state: str = "starting"
     why: str = ""
+    examined: bool = False
     running: dict = dataclasses.field(default_factory=dict)  # job -> task
     misses: int = 0
 
@@ -170,6 +172,7 @@ class Router:
     def _set_state(self, replica, state, why=""):
         replica.state, replica.why, replica.misses = state, why, 0
         if state in ("dead", "starting"):
+            replica.examined = False
             self._recall(replica)  # requests of an unsynced one continue under the new weights
         self._dispatch()
 

@@ -305,6 +305,7 @@ class Fleet:
             if info["vocab_size"] != self.model.config.vocab_size:
                 raise ConfigError(f"{replica.url} serves {info['model']} with a vocabulary of {info['vocab_size']}, "
                                   f"this model has {self.model.config.vocab_size}: it is another model")
+        replica.examined = True
 
     def take_newcomers(self) -> None:
         """Adds servers announced since the last call, distributed like the first ones; each gets
