@@ -46,7 +46,7 @@ def in_float64(monkeypatch):
 
 
 @pytest.mark.full
-@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"])
+@first_cases(1, "kind", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_vl", "qwen2_vl"], full=2)
 def test_every_gradient_equals_transformers(tmp_path, in_float64, kind):
     """Of tower, mergers, taps and decoder: relative to the parameter's largest, 1e-10; of 0, 1 and 2 images, packed into two rows here."""
     own = sequences()

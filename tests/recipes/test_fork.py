@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import algorithm_runs
+from helpers.tiers import nightly
 
 import jaxrl
 from jaxrl.errors import ConfigError
@@ -73,7 +74,7 @@ COMPUTED = {"taken": 0, "computed": 16}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", [3, 2])
+@pytest.mark.parametrize("step", [2, nightly(3)])
 def test_an_unedited_fork_is_the_run_it_left(recorded, tmp_path, step):
     """From a checkpoint, and with a step computed again before it; from another place, nothing is sampled or scored, and all that the
     last step reads and leaves is bitwise the same."""

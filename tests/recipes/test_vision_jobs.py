@@ -90,8 +90,9 @@ def test_a_reward_model_that_sees_is_trained_and_scores_a_policy(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, nightly({"distill.loss": "forward", "distill.on_policy": 0.5,
                                                   "data.path": ("jaxrl://shapes/sft.parquet",)}),
-                                     {"distill.loss": "forward", "distill.top_k": 4, "distill.on_policy": 0.0,
-                                      "data.path": ("jaxrl://shapes/sft.parquet",), "teacher.save": "said", "distill.on_prompt": True}])
+                                     nightly({"distill.loss": "forward", "distill.top_k": 4, "distill.on_policy": 0.0,
+                                              "data.path": ("jaxrl://shapes/sft.parquet",), "teacher.save": "said",
+                                              "distill.on_prompt": True})])
 def test_a_teacher_that_sees_teaches(tmp_path, options):
     """A teacher that is the student agrees with it; another one does not. A file of what it said teaches the same."""
     jaxrl.train(job("dpo", tmp_path / "teacher", **{**PAIRS, "run.seed": 1, "eval.sets": (), "eval.controls": (), "train.steps": 1}))
@@ -123,7 +124,7 @@ def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, nightly(True)])
 def test_a_critic_sees(tmp_path, shared):
     """PPO with a critic of its own trunk and tower, and with the policy's: values are trained, and differ with the picture alone."""
     c = job("rl", tmp_path / "run", **BOXED, **{"algorithm.preset": "ppo", "critic.shared": shared, "eval.sets": (), "eval.controls": ()})
@@ -133,7 +134,7 @@ def test_a_critic_sees(tmp_path, shared):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dpo", "rl", nightly("distill")])
+@pytest.mark.parametrize("name", [nightly("dpo"), "rl", nightly("distill")])
 def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkeypatch):
     """Whatever passes read it, over both passes over the data; the run is the one with fresh features."""
     made, make = [], KeptFeatures._make

@@ -199,7 +199,7 @@ def moved(tmp_path, checkpoint, kind="qwen2_5", **options):
     return out[True], out[False], c.optimizer.lr
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # of Cosmos-RL's freeze_pattern below, too, name by name
 def test_a_frozen_tower_does_not_move(tmp_path, checkpoint):
     tower, text, _ = moved(tmp_path, checkpoint, **{"model.frozen": ("vision/.*",)})
     assert tower == 0 and text > 1e-4
@@ -331,7 +331,8 @@ def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, vari
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"lora.rank": 4, "lora.export": "merged"}, {"model.frozen": ("vision/.*",)}], ids=["adapters", "frozen"])
+@pytest.mark.parametrize("options", [{"lora.rank": 4, "lora.export": "merged"}, nightly({"model.frozen": ("vision/.*",)})],
+                         ids=["adapters", "frozen"])
 def test_videos_with_adapters_and_with_kept_features(tmp_path, options, monkeypatch):
     """GRPO: sampler and trainer agree behind an update that moves the tower or leaves it; the features of a frozen one are made once for each
     video, and the run is the one with fresh features."""

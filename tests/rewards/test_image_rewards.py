@@ -129,8 +129,9 @@ def test_functions_get_the_pictures_of_their_row():
     assert result.parts["widths"].tolist() == [(24 + 32) * 1000 + 24 + 32, 40 * 1000 + 40, 0] and result.parts["blind"].tolist() == [1, 1, 1]
     read = []
     source.file = lambda number: read.append(number) or b""
+    c.reward.arguments = {}
     for functions in ([widths, blind], [blind]):
-        with RewardPool(resolve(default_config()), functions=functions) as pool:
+        with RewardPool(resolve(c), functions=functions) as pool:
             pool.score(items[:3])
     assert read == []
     source.close()

@@ -168,7 +168,7 @@ def finished(engine, conversations, together: int, name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hf, count", [("hybrid", 20), pytest.param("mamba", 20, marks=pytest.mark.full),
+@pytest.mark.parametrize("hf, count", [("hybrid", 20), nightly("mamba", 20),
                                        pytest.param("hybrid", 2500, marks=pytest.mark.nightly)])
 def test_a_slot_knows_nothing_of_who_had_it_before(hf, count):
     """States in few slots that are admitted to, stopped in the middle of a call, parked, given up and used again, beside changing neighbours:

@@ -63,8 +63,8 @@ OPTIONS = [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_p": 0.8}, {"top
            {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01}]
 
 
-@first_cases(1, "vocab, options", [(97, OPTIONS[-1]), (256, OPTIONS[-1]), *((97, options) for options in OPTIONS[:-1]),
-                                   *(nightly(256, options) for options in OPTIONS[:-1])], ids=str)
+@first_cases(1, "vocab, options", [(97, OPTIONS[-1]), *((97, options) for options in OPTIONS[:-1]), *(nightly(256, options) for options in OPTIONS)],
+             ids=str)
 def test_draws_follow_the_truncated_distribution(vocab, options):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
     p = SamplingParams(**options)

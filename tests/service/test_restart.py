@@ -13,6 +13,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from helpers.tiers import nightly
 from helpers.tinker_cases import PROTO, Client, forward_backward, next_tokens, served, text
 from starlette.testclient import TestClient
 
@@ -207,7 +208,7 @@ def ready_in_pairs(ready):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seconds", [-1.0, 1e9], ids=["a snapshot behind every task", "none"])
+@pytest.mark.parametrize("seconds", [-1.0, nightly(1e9)], ids=["a snapshot behind every task", "none"])
 def test_two_runs_that_share_passes_survive_a_kill_anywhere(server, tmp_path, monkeypatch, seconds):
     """As above, with two runs whose passes are computed together: a restart computes them apart, with the same bits."""
     monkeypatch.setattr("jaxrl.service.worker.SNAPSHOT_SECONDS", seconds)

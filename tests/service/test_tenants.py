@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.peft_cases import Imported, checkpoint, in_float64, lora_config, torch_model, wrapped
+from helpers.tiers import nightly
 from helpers.tiny_models import VOCAB
 from helpers.trainer_cases import (
     CONFIGS,
@@ -158,7 +159,7 @@ def test_what_is_not_finite_stays_with_its_run(base):
         assert all(same_bits(a, b) for a, b in zip(play(spoilt), clean, strict=True)), spoilt
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, nightly(np.float64)])
 def test_a_placement_gives_the_same_bits_without_the_others(base, dtype):
     """What a restart needs: requests of a pass, each computed again by itself."""
     with jax.enable_x64(dtype is np.float64):
