@@ -652,7 +652,7 @@ def test_a_config_hides_no_module_that_a_run_imports(file, name):
 
 
 @pytest.mark.full
-@first_cases(2, "system", tables())
+@first_cases(2, "system", tables(), full=6)
 def test_a_name_that_no_version_has_is_unknown(system):
     """Behind every pattern that passes keys over: a name of the system's own is passed over, an invented one is named."""
     table = table_of(system)

@@ -261,7 +261,7 @@ def test_router_weights_are_always_normalised():
         built("qwen3_5_moe_text", norm_topk_prob=False)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3_5"), pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3_5"), pytest.param("qwen3_5_moe", marks=pytest.mark.nightly)])
 def nested(tmp_path_factory, request):
     """A folder of text model, image tower and `mtp` tensors, as transformers writes them."""
     import torch

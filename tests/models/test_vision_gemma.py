@@ -304,7 +304,7 @@ def test_flops_match_the_compiled_tower():
     assert run.cost_analysis()["flops"] == pytest.approx(64 * model.flops_per_patch + whole, rel=0.03)
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # other towers on meshes: test_vision_meshes.py
 def test_meshes_compute_what_one_device_does(folder):
     """Rows over dp and fsdp, tokens over cp (gathered, and in a ring), heads over tp; some devices have no image."""
     tests = Path(__file__).parent.parent

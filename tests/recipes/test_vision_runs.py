@@ -330,9 +330,8 @@ def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, vari
         name: before[name] for name in ("accuracy", "blank/accuracy", "swapped/accuracy")}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{"lora.rank": 4, "lora.export": "merged"}, nightly({"model.frozen": ("vision/.*",)})],
-                         ids=["adapters", "frozen"])
+@pytest.mark.nightly  # images with adapters, kept features and videos have cases of their own
+@pytest.mark.parametrize("options", [{"lora.rank": 4, "lora.export": "merged"}, {"model.frozen": ("vision/.*",)}], ids=["adapters", "frozen"])
 def test_videos_with_adapters_and_with_kept_features(tmp_path, options, monkeypatch):
     """GRPO: sampler and trainer agree behind an update that moves the tower or leaves it; the features of a frozen one are made once for each
     video, and the run is the one with fresh features."""

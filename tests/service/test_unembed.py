@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.peft_cases import ATTENTION, Imported, checkpoint, in_float64, lora_config, torch_model, wrapped
+from helpers.tiers import nightly
 from helpers.tinker_cases import next_tokens, numbers, served
 from helpers.tiny_models import VOCAB, make_tiny
 from helpers.trainer_cases import (
@@ -141,7 +142,7 @@ def test_a_server_without_such_adapters_refuses_their_weights(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a head of its own", "the embedding"])
+@pytest.mark.parametrize("tied", [nightly(False), True], ids=["a head of its own", "the embedding"])
 def test_samples_are_of_what_was_trained(tmp_path, tied):
     """After a step of the head alone, the sampler's log-probs of prompt and samples are the trainer's, and not the base's."""
     make_tiny("llama", tmp_path / "model", tie_word_embeddings=tied)

@@ -123,7 +123,7 @@ def test_gradients_do_not_depend_on_the_layout(model_and_params):
         np.testing.assert_allclose(grads["tight"][name], expected, rtol=0, atol=1e-6 + 3e-5 * size, err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # configs/vision.py learns, too; its numbers are those of the tests above
 def test_a_model_learns_to_look():
     """Which of two colours a noisy picture has: the loss falls near 0, and to no less than ln 2 without the pixels."""
     model = model_of(layers=1)
