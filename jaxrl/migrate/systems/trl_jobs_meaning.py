@@ -195,11 +195,6 @@ KIN = {  # trainer -> loss_type there -> ours
 SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
 
 
-def before(m: Migration, version: str) -> bool:
-    """Whether the version is older than this one."""
-    return m.table.versions.index(m.version) < m.table.versions.index(version)
-
-
 def trainer(m: Migration) -> str:
     """dpo, kto, orpo or cpo: by the command, else by keys of one alone."""
     if found := re.search(r"\b(?:trl )?(kto|orpo|cpo|dpo)\w*(?:\.py)?\b", m.command):
@@ -228,7 +223,7 @@ def preference(m: Migration):
     if weights and kind == "dpo":
         m.set("preference.loss_weights", tuple(float(w) for w in weights), "loss_weights")
     m.set("preference.beta", float(m.number("beta")), "beta")
-    smoothing, old = m.number("label_smoothing"), before(m, "1.0")
+    smoothing, old = m.number("label_smoothing"), trl.before(m, "1.0")
     if "exo" in losses and not smoothing:
         if not old:
             raise m.wrong("label_smoothing", "a share above 0 beside exo_pair, as TRL asks for")
