@@ -62,6 +62,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repositor
         "sft": "OpenR1-Distill-7B/sft/config_distill.yaml",
         "dpo": f"trl dpo {TRL} --beta=0.2",
         "reward": f"trl reward {TRL} --center_rewards_coefficient=0.01",
+        "rloo": f"trl rloo {TRL} --reward_funcs=accuracy_reward --steps_per_generation=4 --normalize_advantages --reward_clip_range -1 2",
         "distill": f"trl gkd {TRL} --teacher_model_name_or_path=a/t --lmbda=1.0",
         "image": ("huggingface/trl", "f2cd577", "1.16", "examples/scripts/grpo_vlm.py"),
     },
@@ -79,6 +80,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repositor
         "grpo": "math/qwen2.5-1.5b-grpo-megatron.yaml",
         "ppo": "math/qwen2.5-1.5b-ppo-megatron.yaml",
         "image": "vqa/qwen2.5-vl-3b-grpo-fsdp.yaml",
+        "image_sft": "sft/config/qwen2_5_vl_sft_vlm.yaml",
     },
     "roll": {
         "grpo": "qwen3-next-80BA3B-rlvr_megatron/rlvr_config.yaml",

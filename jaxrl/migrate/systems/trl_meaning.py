@@ -103,8 +103,16 @@ def lengths(m: Migration):
 
 
 OF_GRPO = (  # keys that RLOO has not
-    "loss_type", "importance_sampling_level", "scale_rewards", "delta", "top_entropy_quantile", "use_bias_correction_kl",
-    "vllm_importance_sampling_correction", "multi_objective_aggregation", "off_policy_mask_threshold", "tools",
+    "loss_type",
+    "importance_sampling_level",
+    "scale_rewards",
+    "delta",
+    "top_entropy_quantile",
+    "use_bias_correction_kl",
+    "vllm_importance_sampling_correction",
+    "multi_objective_aggregation",
+    "off_policy_mask_threshold",
+    "tools",
 )
 LOSSES = {  # loss_type -> (loss, aggregation)
     "grpo": ("clip", "sequence_mean"),
