@@ -60,7 +60,7 @@ JOBS = (
     Job("online preference training", "run.recipe=rl, or run.recipe=preference on pairs of a file",
         started("online_dpo|nash_md|xpo")),
     Job("preference training with a classifier (BCO)", PREFERENCE, started("bco")),
-    Job("preference training", command=started("dpo|kto|cpo|orpo"), keys=PAIRS, unless=GRPO,
+    Job("preference training", command=started("dpo|kto|cpo|orpo", "dpo|kto|cpo|orpo|mpo"), keys=PAIRS, unless=GRPO,
         table="trl_jobs:PREFERENCE"),
     Job("supervised fine-tuning", command=started("sft"), keys=(
         "packing", "packing=False", "assistant_only_loss", "completion_only_loss", "completion_only_loss=False", "max_seq_length",
@@ -135,7 +135,7 @@ LACKS = (
 
 TABLE = Table(
     name="trl", title="TRL", flags=True,
-    command=r"grpo|\btrl(\.scripts\.| )(sft|dpo|kto|cpo|orpo|reward|gkd|rloo)\b|(sft|dpo|kto|cpo|orpo|reward_modeling|gkd|rloo)\w*\.py",
+    command=r"grpo|\btrl(\.scripts\.| )(sft|dpo|kto|cpo|orpo|reward|gkd|rloo)\b|(sft|dpo|kto|cpo|orpo|mpo|reward_modeling|gkd|rloo)\w*\.py",
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     required={"num_processes": 8, "num_generations": 8},
     jobs=JOBS, calls=CALLS,
