@@ -94,9 +94,21 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
     given = {s.key for s in settings}
     asked = [text for key, text in asked.items() if key not in given]
     asked = [*asked, *twice, *dict.fromkeys(more)]
-    asked += [
-        f"{path.name}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, "
-        "and name "
+    asked += _changed_rows(nodes, path.name)
+    if names & set(calls.flags):
+        asked.insert(
+            0,
+            f"{path.name} takes further values from its command line: give them as --key=value after the file, or "
+            "migrate "
+            "the script (.sh) that starts it",
+        )
+    return command, settings, asked
+
+
+def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
+    """Returns what is asked of rows that a program changes."""
+    return [
+        f"{file}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, and name "
         "it in data.path"
         for n in nodes
         if isinstance(n, ast.Call)
@@ -106,14 +118,6 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         and isinstance(n.func.value, ast.Name)
         and "data" in n.func.value.id
     ]
-    if names & set(calls.flags):
-        asked.insert(
-            0,
-            f"{path.name} takes further values from its command line: give them as --key=value after the file, or "
-            "migrate "
-            "the script (.sh) that starts it",
-        )
-    return command, settings, asked
 
 
 def _cells(path: Path, text: str) -> str:
