@@ -16,7 +16,8 @@ from jaxrl.resolve.checks.common import check
 
 JOB = """
 cluster: {num_nodes: 1, component_placement: {actor: all}}
-runner: {task_type: sft, max_epochs: -1, max_steps: 6000, val_check_interval: 1000, save_interval: 1000, output_dir: out, experiment_name: x, resume_dir: null}
+runner:
+  {task_type: sft, max_epochs: -1, max_steps: 6000, val_check_interval: 1000, save_interval: 1000, output_dir: out, experiment_name: x}
 data:
   type: vlm
   dataset_name: robo2vlmsft
@@ -43,7 +44,8 @@ WANT = {"run.recipe": "sft", "data.prompts_per_step": 256, "train.tokens_per_mic
 
 
 def sft(settings=None, version=None):
-    return trained(migrated("rlinf/sft", {**table_of("rlinf/sft").required, "actor.model.model_path": "a/Qwen2.5-VL-3B", **(settings or {})}, version))
+    whole = {**table_of("rlinf/sft").required, "actor.model.model_path": "a/Qwen2.5-VL-3B", **(settings or {})}
+    return trained(migrated("rlinf/sft", whole, version))
 
 
 @pytest.mark.parametrize(("text", "more"), [
@@ -68,8 +70,9 @@ def test_a_file_becomes_a_config_of_sft_that_passes_the_checks(text, more, tmp_p
 
 
 def test_the_file_of_rows_writes_what_rlinfs_class_makes_of_them(tmp_path):
-    """Read from Robo2VLMSFTDataset.encode_prompt: letters before choices, the answer by letter or by number, choices as text, one image or several."""
-    _, report, out = run(tmp_path, JOB.replace("rows\n", f"{tmp_path}/rows\n").replace("held.jsonl", f"{tmp_path}/held.jsonl"), name="job.yaml", system="rlinf")
+    """Read from Robo2VLMSFTDataset.encode_prompt: letters before choices, the answer by letter or by number, choices as text, images."""
+    here = JOB.replace("rows\n", f"{tmp_path}/rows\n").replace("held.jsonl", f"{tmp_path}/held.jsonl")
+    _, _, out = run(tmp_path, here, name="job.yaml", system="rlinf")
     (tmp_path / "rows").mkdir()
     table = pyarrow.Table.from_pylist([
         {"question": "Where?", "choices": ["left", "right"], "correct_answer": 1, "image": {"bytes": b"one", "path": None}},
@@ -90,14 +93,16 @@ def test_the_file_of_rows_writes_what_rlinfs_class_makes_of_them(tmp_path):
     rows = pyarrow.parquet.read_table(tmp_path / "job_held_out.parquet").to_pylist()
     assert [(r["prompt"], r["completion"]) for r in rows] == [("<image><image>Which?\nChoices:\nA. up\nB. down\n", "B. down"),
                                                              ("<image><image>Which?\nChoices:\nA. only\n", "A. only")]
+    (tmp_path / "none").mkdir()
     with pytest.raises(SystemExit, match="no rows"):
-        module.write([str(tmp_path / "rows" / "none")], str(tmp_path / "x.parquet")) if (tmp_path / "rows" / "none").mkdir() is None else None
+        module.write([str(tmp_path / "none")], str(tmp_path / "x.parquet"))
 
 
 def test_held_out_completions_are_judged_as_rlinf_judges_them(tmp_path):
     space: dict = {}
     exec(sft({"actor.training_backend": "fsdp", "data.val_data_paths": "held", "runner.val_check_interval": 5}).files["job_reward.py"], space)
-    right = ["B. right", "b.  RIGHT<|im_end|>", "<think>A. left</think>\nB. right.", "The answer is: B. right", "So \\boxed{B. right}", "well\nB. right"]
+    right = ["B. right", "b.  RIGHT<|im_end|>", "<think>A. left</think>\nB. right.", "The answer is: B. right", "So \\boxed{B. right}",
+             "well\nB. right"]
     assert [space["score"]("?", text, "B. right") for text in right] == [1.0] * 6
     assert [space["score"]("?", text, "B. right") for text in ("", "A. left", "B", "B. right\nor not", "\\boxed{A. left} B. right")] == [0.0] * 5
 

@@ -80,7 +80,8 @@ SFT = derived(TABLE, "sft", (
     K(DATA + "system_prompt", "inert", why="RLinf's class for these rows puts none into the prompt"),
     K("env.**", "unsupported", refuse=True, why=ROBOTS),
     K(ALGO + "**", "inert", why="of RL", also=("rollout.**", "reward.**", "critic.**", *OF_RL)),
-), required={ACTOR + "training_backend": "megatron", ACTOR + "global_batch_size": 64, ACTOR + "micro_batch_size": 4, DATA + "train_data_paths": "rows.parquet",
+), required={ACTOR + "training_backend": "megatron", ACTOR + "global_batch_size": 64, ACTOR + "micro_batch_size": 4,
+             DATA + "train_data_paths": "rows.parquet",
              DATA + "max_prompt_length": 512, OPTIM + "lr": 1e-5},
     versions=TABLE.versions[TABLE.versions.index(FIRST):], differs=(
     "the gradient does not depend on micro-batches and the number of GPUs: the mean is over all tokens of the step, RLinf's over the token means "
