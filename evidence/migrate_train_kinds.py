@@ -220,6 +220,22 @@ def picture(i: int) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
+def written_rows(program: Path, data: Path) -> str:
+    """Rows as RLinf's class of them reads them, written anew by the program that the migration wrote."""
+    import base64
+
+    import pyarrow
+    import pyarrow.parquet
+
+    space: dict = {"__name__": "rows"}
+    exec(program.read_text(), space)
+    source = [{"question": f"What is {i} plus {i + 1}?", "choices": ["odd", "even"], "correct_answer": "A",
+               "image": {"bytes": base64.b64decode(picture(i).partition(",")[2]), "path": None}} for i in range(32)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(source), data / "source.parquet")
+    space["write"]([str(data / "source.parquet")], str(data / "rows.parquet"))
+    return str(data / "rows.parquet")
+
+
 def teacher(out: Path, seeing: bool) -> str:
     """A folder with a small random model."""
     import shutil
@@ -305,6 +321,8 @@ def run(system: str, kind: str, clones: Path, work: Path) -> dict:
     for f in report["files"]:
         if f.endswith("_rows.jsonl"):
             o["data.path"] = (str(out / f),)
+        if f.endswith("_rows.py"):
+            o["data.path"] = (written_rows(out / f, data),)
     (work / "changes.json").write_text(json.dumps(o))
     start = time.perf_counter()
     with open(work / "out.txt", "w+") as text:
