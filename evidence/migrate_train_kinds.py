@@ -229,11 +229,25 @@ def written_rows(program: Path, data: Path) -> str:
 
     space: dict = {"__name__": "rows"}
     exec(program.read_text(), space)
-    source = [{"question": f"What is {i} plus {i + 1}?", "choices": ["odd", "even"], "correct_answer": "A",
+    source = [{"question": f"What is {i} plus {i + 1}?", "choices": ["up", "down"], "correct_answer": "AB"[i % 2],
                "image": {"bytes": base64.b64decode(picture(i).partition(",")[2]), "path": None}} for i in range(32)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(source), data / "source.parquet")
     space["write"]([str(data / "source.parquet")], str(data / "rows.parquet"))
     return str(data / "rows.parquet")
+
+
+def lettered(out: Path) -> str:
+    """The tokenizer of pictures, with letters of choices."""
+    import shutil
+
+    from jaxrl.data.sources import EMBEDDED
+
+    shutil.copytree(EMBEDDED / "pictures" / "tokenizer", out)
+    whole = json.loads((out / "tokenizer.json").read_text())
+    vocabulary = whole["model"]["vocab"]
+    vocabulary |= {letter: len(vocabulary) + i for i, letter in enumerate("AB.")}
+    (out / "tokenizer.json").write_text(json.dumps(whole))
+    return str(out)
 
 
 def teacher(out: Path, seeing: bool) -> str:
@@ -322,7 +336,7 @@ def run(system: str, kind: str, clones: Path, work: Path) -> dict:
         if f.endswith("_rows.jsonl"):
             o["data.path"] = (str(out / f),)
         if f.endswith("_rows.py"):
-            o["data.path"] = (written_rows(out / f, data),)
+            o |= {"data.path": (written_rows(out / f, data),), "model.tokenizer": lettered(work / "tokenizer")}
     (work / "changes.json").write_text(json.dumps(o))
     start = time.perf_counter()
     with open(work / "out.txt", "w+") as text:
