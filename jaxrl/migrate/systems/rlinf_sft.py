@@ -6,7 +6,7 @@ Read from its code and example configs at the tags v0.2 and v0.3 and at a3816b5.
 
 from __future__ import annotations
 
-from jaxrl.migrate.derived import defaults, derived, from_version, selected
+from jaxrl.migrate.derived import derived, from_version, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import rlinf_sft_meaning as meaning
 from jaxrl.migrate.systems.rlinf import FSDP, ON_FSDP, ROBOTS, TABLE
@@ -14,7 +14,7 @@ from jaxrl.migrate.systems.rlinf_meaning import ACTOR, ALGO, DATA, MODEL, OPTIM,
 from jaxrl.migrate.table import MISSING, Joint, Key
 
 K = Key
-FIRST = "0.2"
+FIRST, SYNCED = "0.2", ACTOR + "lr_sched_sync_with_optim"
 HELD = {**ON_FSDP, DATA + "val_data_paths": "held", RUNNER + "val_check_interval": 10}
 READ = ("optimizer", OPTIM + "num_cycles", OPTIM + "adam_beta2", OPTIM + "weight_decay", OPTIM + "optimizer_cpu_offload", "places", "loggers",
         ACTOR + "seed", ACTOR + "tokenizer.trust_remote_code", MODEL + "is_lora", MODEL + "moe_aux_loss_coeff",
@@ -45,7 +45,8 @@ SFT = derived(TABLE, "sft", (
     Joint("batch", (
         K(ACTOR + "global_batch_size", "equivalent", default=MISSING, other=128),
         K(ACTOR + "micro_batch_size", "equivalent", default=MISSING, other=2)), meaning.batch),
-    *from_version(defaults(selected(TABLE, *READ), {ACTOR + "seed": 1234}), TABLE.versions, FIRST),
+    *from_version(selected(TABLE, *READ, without=(SYNCED,)), TABLE.versions, FIRST),
+    K(SYNCED, "inert", why="its rate is one of every optimizer step"),
     Joint("model", (
         K(MODEL + "model_path", "equivalent", other="another/model"),
         K(ACTOR + "tokenizer.tokenizer_model", "equivalent", other="a/tokenizer", beside={MODEL + "model_path": "a/model"}),
