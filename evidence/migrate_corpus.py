@@ -25,6 +25,7 @@ Exits with 1 where one of this does not hold.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import json
@@ -110,7 +111,9 @@ CORPUS = {
             "Qwen2.5-1.5B-Instruct/grpo/config_demo_code_ioi")]),
         ("huggingface/open-r1", "1416fa0", "0.18", [f"recipes/{n}.yaml" for n in (
             "OpenR1-Distill-7B/sft/config_distill", "OlympicCoder-7B/sft/config_v00.00", "OlympicCoder-32B/sft/config_v00.00")]),
-        ("huggingface/trl", "f2cd577", "1.9", ["examples/cli_configs/example_config.yaml"]),
+        ("huggingface/trl", "f2cd577", "1.9", ["examples/cli_configs/example_config.yaml", "examples/scripts/rloo.py"]),
+        ("huggingface/trl", "v0.22.0", "0.22", ["examples/scripts/rloo.py"]),
+        ("huggingface/trl", "v1.0.0", "1.0", ["examples/scripts/rloo.py"]),
     ],
     "areal": [
         ("inclusionAI/AReaL", "4aef98d", "1.0", [f"examples/{n}.yaml" for n in (
@@ -137,6 +140,10 @@ CORPUS = {
             "agent/searchr1/config/train_qwen2.5", "embodiment/config/maniskill_grpo_openvla")]),
         ("RLinf/RLinf", "v0.1", "0.1", [f"examples/reasoning/config/math/{n}.yaml" for n in (
             "qwen2.5-1.5b-grpo-megatron", "qwen2.5-1.5b-grpo-fsdp", "qwen2.5-7b-grpo-megatron", "qwen2.5-1.5b-reinpp-megatron")]),
+        ("RLinf/RLinf", "a3816b5", "0.3", [f"examples/sft/config/{n}.yaml" for n in (
+            "qwen2_5_vl_sft_vlm", "qwen3_vl_sft_vlm", "qwen2_5_vl_megatron_sft_vlm", "qwen3_vl_moe_megatron_sft_vlm",
+            "qwen3vl_sft_vlm_trend_reward", "libero_sft_openpi")]),
+        ("RLinf/RLinf", "v0.2", "0.2", [f"examples/sft/config/{n}_sft_vlm.yaml" for n in ("qwen2_5", "qwen3")]),
     ],
     "roll": [
         ("alibaba/ROLL", "8eb27cc", "0.3.0", [f"examples/{n}.yaml" for n in (
@@ -231,7 +238,7 @@ def take(git: Path, commit: str, files: list[str], out: Path) -> None:
     folders = sorted({re.match(r"(.*?(?:examples|recipes|configs))/", f)[1] for f in files})
     names = subprocess.run(["git", "-C", str(git), "ls-tree", "-r", "--name-only", commit, *folders], capture_output=True, text=True,
                            check=True).stdout.split("\n")
-    texts = [n for n in names if n.endswith((".sh", ".yaml", ".toml"))]
+    texts = [n for n in names if n.endswith((".sh", ".yaml", ".toml")) or n in files]
     archive = subprocess.run(["git", "-C", str(git), "archive", commit, *texts], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(out)], input=archive, check=True)
 
@@ -276,7 +283,7 @@ def keys_of_script(path: Path, root: Path) -> dict[str, str]:
 
 
 def keys_of_file(path: Path) -> dict[str, object]:
-    """Keys of a file of YAML or TOML, as PyYAML or Python itself reads it."""
+    """Keys of a file of YAML, TOML or Python, as PyYAML or Python itself reads it."""
 
     def walk(node, prefix):
         if isinstance(node, dict) and node:
@@ -286,6 +293,9 @@ def keys_of_file(path: Path) -> dict[str, object]:
             yield prefix, node
 
     text = path.read_text("utf-8")
+    if path.suffix == ".py":  # literals of the call of the config's class
+        calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "RLOOConfig"]
+        return {w.arg: ast.literal_eval(w.value) for call in calls for w in call.keywords if w.arg and isinstance(w.value, ast.Constant)}
     return dict(walk(tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text), ""))
 
 

@@ -158,6 +158,8 @@ UNREAD = re.compile(  # where rows come from, what they are worth, when somethin
     r"|rollout\.(temperature|top_.|min_p|stop|seeded|.*_penalty)|algorithm\.(aggregation|aggregation_constant|clip_.*|gamma|lam|advantage_(mean|std))"
     r"|train\.steps|critic\.(lr|path)")
 
+SAMPLED = re.compile(r"(rollout|eval)\.(temperature|top_.|min_p|stop|seeded|.*_penalty)")  # decide what the embedded sampler compiles
+
 
 def flat(options: dict, prefix: str = "") -> dict:
     """Options by their dotted names."""
@@ -187,7 +189,8 @@ def write_all(clones: Path, out: Path) -> dict[str, dict]:
                         continue
                     config = load_config(str(folder / report["config"]))
                     shape, options = shape_of(report, config.model.path), flat(config.to_dict())
-                    read = sorted((k, str(v)) for k, v in options.items() if not UNREAD.fullmatch(k))
+                    here = config.rollout.engine != "vllm"
+                    read = sorted((k, str(v)) for k, v in options.items() if not UNREAD.fullmatch(k) or here and SAMPLED.fullmatch(k))
                     flags = report["commands"].get("plan", "").partition("--config.run.mode=plan")[2]
                     written[f"{repository}@{at}:{name}"] = {"report": report, "out": folder, "model": config.model.path, "shape": shape,
                                                             "group": json.dumps([flags, shape, read])}

@@ -98,7 +98,7 @@ def images(system: str, k: Keys, c, version: str) -> dict:
         out["column"] = (c.data.image_column, k("data.image_key", default="images"))
         freezes = version < "0.8" and _engine_of_verl(k) == "fsdp" and k("actor_rollout_ref.actor.freeze_vision_tower", default=False)
         out["frozen"] = (tuple(c.model.frozen), ("vision/.*",) if freezes else ())
-    if system == "rlinf":  # data/datasets/vlm/base.py
+    if system == "rlinf" and c.run.recipe == "rl":  # data/datasets/vlm/base.py
         out["column"] = (c.data.image_column, (k.raw("data.image_keys") or ["images"])[0])
         out["chat"] = (c.data.chat, "auto" if k("data.use_chat_template") else "false")
     if system == "roll" and c.run.recipe == "rl" and not c.env.function:  # datasets/vlm_dataset_utils.py, configs/data_args.py; RLVR's

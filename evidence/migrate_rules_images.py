@@ -90,7 +90,22 @@ def _roll(k, c, version, report, out) -> dict:
     }
 
 
+ROBO = {"question": "Is it open?", "choices": "['yes', 'no', 'neither']", "correct_answer": 2, "image": {"bytes": b"", "path": None}}
+
+
+def _rlinf_sft(report, out: Path) -> dict:
+    """data/datasets/vlm/robo2vlm.py: encode_prompt puts the images before the question, choices by letter below it, and learns `C. neither`."""
+    file = next((name for name in report["files"] if name.endswith("_rows.py")), None)
+    space: dict = {"__name__": "rows"}
+    exec((out / file).read_text() if file else "row_of = dict", space)
+    row = space["row_of"]({space["QUESTION"]: ROBO["question"], space["CHOICES"]: ROBO["choices"], space["ANSWER"]: 2, "image": ROBO["image"]})
+    return {"prompt": (row["prompt"], "<image>Is it open?\nChoices:\nA. yes\nB. no\nC. neither\n"), "target": (row["completion"], "C. neither"),
+            "images": (len(row["images"]), 1), "header behind the answer, said": (said(report, "header"), True)}
+
+
 def _rlinf(k, c, version, report, out) -> dict:
+    if c.run.recipe == "sft":
+        return _rlinf_sft(report, out)
     keys = str(k.raw("data.image_keys", "[]"))
     name = str(k.raw("data.dataset_name", ""))
     rows = {

@@ -219,6 +219,72 @@ def trl_sft(k, c, version: str) -> dict:
     }
 
 
-JOBS = {("verl", "sft"): verl_sft, ("verl", "first_sft"): verl_first_sft, ("skyrl", "sft"): skyrl_sft, ("trl", "sft"): trl_sft,
+def trl_rloo(k, c, version: str) -> dict:
+    """TRL at v0.22.0 to v1.9.0 and 1.10 to 1.16: trainer/rloo_config.py, rloo_trainer.py (_prepare_inputs: a generation batch of
+    steps_per_generation batches is used num_iterations times; _generate_and_score_completions: rewards, clamp, KL, baseline; _compute_loss: the
+    mean over completions of the clipped ratio of whole ones). Of eight processes."""
+    now = tuple(map(int, version.split(".")))
+    per, accumulated = k("per_device_train_batch_size", default=8), k("gradient_accumulation_steps", default=1)
+    group, again = k("num_generations", default=2), k("num_iterations", default=1)
+    whole = k("generation_batch_size") or per * 8 * (k("steps_per_generation") or accumulated)
+    several = (whole // (per * 8 * accumulated)) * again > 1
+    a, longest = c.algorithm, k("max_prompt_length", default=512 if now < (0, 27) else None)
+    loss = ("_loss.py:clipped", "sequence_mean") if several else ("pg", "sequence_sum")
+    normalised = "_advantage.py:normalized" if k("normalize_advantages", default=False) else "outcome"
+    return {
+        "prompts": (c.data.prompts_per_step, whole // group),
+        "group": (c.rollout.group_size, group),
+        "optimizer steps": ((a.num_minibatches, a.ppo_epochs), (whole // (per * 8 * accumulated), again)),
+        "loss": ((re.sub(r".*/\w+(?=_loss)", "", a.policy_loss), a.aggregation), loss),
+        "bounds": ((a.clip_low, a.clip_high) if several else (), (k("epsilon", default=0.2), k("epsilon_high") or k("epsilon", default=0.2))
+                   if several else ()),
+        "advantage": ((re.sub(r".*/\w+(?=_adv)", "", a.advantage), a.advantage_mean, a.advantage_std, a.whiten),
+                      (normalised, "leave_one_out", "none", False)),
+        "KL": ((a.kl.coef, a.kl.estimator, a.kl.placement), (k("beta", default=0.05), "k1", "reward")),
+        "sampler's ratio": (a.mismatch.correction, "none"),
+        "longest": ((c.rollout.max_new_tokens, c.data.max_prompt_tokens), (k("max_completion_length", default=256 if now < (1, 10) else 512),
+                                                                          longest or 2048)),
+        "temperature": (c.rollout.temperature, k("temperature", default=1.0)),
+        "learning rate": ((c.optimizer.lr, c.optimizer.schedule), (k("learning_rate", default=1e-6), k("lr_scheduler_type", default="linear"))),
+        "masked": (a.mask_truncated, k("mask_truncated_completions", default=False)),
+        "clipped rewards": (c.reward.clip, None),
+    }
+
+
+def rlinf_sft(k, c, version: str) -> dict:
+    """RLinf at v0.2, v0.3 and a3816b5: runners/sft_runner.py, workers/sft/*.py, hybrid_engines/fsdp (its optimizer is AdamW, its rate that of
+    transformers' cosine), hybrid_engines/megatron (OptimizerParamScheduler), data/datasets/vlm/robo2vlm.py."""
+    a, o, s = "actor.", "actor.optim.", "actor.lr_sched."
+    mega = k(a + "training_backend") == "megatron"
+    schedule = k(s + "lr_decay_style", default="constant") if mega else k(o + "lr_scheduler", default="constant")
+    warm = k(s + "lr_warmup_iters", default=0) if mega else k(o + "lr_warmup_steps", default=0)
+    out = _shared(c, k(a + "global_batch_size"), k("data.max_prompt_length"), k(o + "lr"), k(o + "weight_decay", default=0.01),
+                  k(o + "clip_grad", default=1.0), (k(o + "adam_beta1", default=0.9), k(o + "adam_beta2", default=0.999)),
+                  schedule, int(warm), 0.0, k(a + "seed", default=1234), k(a + "model.model_path"))
+    epochs, steps, every = (k("runner." + n) for n in ("max_epochs", "max_steps", "val_check_interval"))
+    if version == "0.2":  # num_steps_per_epoch is 1
+        steps, epochs = min(epochs, steps) if steps is not None and steps >= 0 else epochs, -1
+    held = not mega and (every or -1) > 0 and k("data.eval_data_paths" if version == "0.2" else "data.val_data_paths")
+    decay = k(s + "lr_decay_iters") if mega else k(o + "total_training_steps")
+    precision = k(a + "model.precision") if mega else k(a + "fsdp_config.mixed_precision.param_dtype")
+    return out | {
+        "steps": (c.train.steps or None, steps if (steps or -1) > 0 else None),
+        "epochs": (c.data.epochs or None, epochs if epochs > 0 else None if (steps or -1) > 0 else 1),
+        "end of the cosine": ((c.optimizer.decay_steps + c.optimizer.warmup_steps, decay) if schedule == "cosine" else (0, 0)),
+        "floor": (c.optimizer.floor, 0.0),
+        "eps": (c.optimizer.eps, k(o + "adam_eps", default=1e-8)),
+        "tensor parallel": (c.mesh.tp, k(a + "model.tensor_model_parallel_size", default=1) if mega else 1),
+        "evaluation": ((c.eval.every_steps, c.eval.before, c.eval.after, c.eval.temperature),
+                       (every, False, True, 0.0) if held else (0, False, False, 0.0)),
+        "checkpoints": (c.checkpoint.every_steps, max(k("runner.save_interval"), 0)),
+        "dtype": (c.train.compute_dtype, precision),
+        "trained": (c.data.train_turns, "last"),
+        "shuffled": ((c.data.shuffle, c.data.seed), (k("data.shuffle", default=True), k("data.seed", default=42))),
+        "last batch": (c.data.drop_last, True),
+    }
+
+
+JOBS = {("rlinf", "sft"): rlinf_sft, ("trl", "rloo"): trl_rloo,
+        ("verl", "sft"): verl_sft, ("verl", "first_sft"): verl_first_sft, ("skyrl", "sft"): skyrl_sft, ("trl", "sft"): trl_sft,
         **{("areal", job): areal for job in ("sft", "preference", "reward_model")}, ("roll", "sft"): roll_sft,
         ("roll", "preference"): roll_preference, ("roll", "distill"): roll_distill, ("roll", "on_policy_distill"): roll_on_policy}

@@ -62,6 +62,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repositor
         "sft": "OpenR1-Distill-7B/sft/config_distill.yaml",
         "dpo": f"trl dpo {TRL} --beta=0.2",
         "reward": f"trl reward {TRL} --center_rewards_coefficient=0.01",
+        "rloo": f"trl rloo {TRL} --reward_funcs=accuracy_reward --steps_per_generation=4 --normalize_advantages --reward_clip_range -1 2",
         "distill": f"trl gkd {TRL} --teacher_model_name_or_path=a/t --lmbda=1.0",
         "image": ("huggingface/trl", "f2cd577", "1.16", "examples/scripts/grpo_vlm.py"),
     },
@@ -79,6 +80,7 @@ RUNS = {  # system -> kind -> the end of a file's name in the corpus, (repositor
         "grpo": "math/qwen2.5-1.5b-grpo-megatron.yaml",
         "ppo": "math/qwen2.5-1.5b-ppo-megatron.yaml",
         "image": "vqa/qwen2.5-vl-3b-grpo-fsdp.yaml",
+        "image_sft": "sft/config/qwen2_5_vl_sft_vlm.yaml",
     },
     "roll": {
         "grpo": "qwen3-next-80BA3B-rlvr_megatron/rlvr_config.yaml",
@@ -218,6 +220,36 @@ def picture(i: int) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
+def written_rows(program: Path, data: Path) -> str:
+    """Rows as RLinf's class of them reads them, written anew by the program that the migration wrote."""
+    import base64
+
+    import pyarrow
+    import pyarrow.parquet
+
+    space: dict = {"__name__": "rows"}
+    exec(program.read_text(), space)
+    source = [{"question": f"What is {i} plus {i + 1}?", "choices": ["up", "down"], "correct_answer": "AB"[i % 2],
+               "image": {"bytes": base64.b64decode(picture(i).partition(",")[2]), "path": None}} for i in range(32)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(source), data / "source.parquet")
+    space["write"]([str(data / "source.parquet")], str(data / "rows.parquet"))
+    return str(data / "rows.parquet")
+
+
+def lettered(out: Path) -> str:
+    """The tokenizer of pictures, with letters of choices."""
+    import shutil
+
+    from jaxrl.data.sources import EMBEDDED
+
+    shutil.copytree(EMBEDDED / "pictures" / "tokenizer", out)
+    whole = json.loads((out / "tokenizer.json").read_text())
+    vocabulary = whole["model"]["vocab"]
+    vocabulary |= {letter: len(vocabulary) + i for i, letter in enumerate("AB.")}
+    (out / "tokenizer.json").write_text(json.dumps(whole))
+    return str(out)
+
+
 def teacher(out: Path, seeing: bool) -> str:
     """A folder with a small random model."""
     import shutil
@@ -303,6 +335,8 @@ def run(system: str, kind: str, clones: Path, work: Path) -> dict:
     for f in report["files"]:
         if f.endswith("_rows.jsonl"):
             o["data.path"] = (str(out / f),)
+        if f.endswith("_rows.py"):
+            o |= {"data.path": (written_rows(out / f, data),), "model.tokenizer": lettered(work / "tokenizer")}
     (work / "changes.json").write_text(json.dumps(o))
     start = time.perf_counter()
     with open(work / "out.txt", "w+") as text:

@@ -801,7 +801,7 @@ JOBS = [  # system, what is not RL of a language model there, the recipe that do
 
     ("skyrl", {"data.val_data": ["v"]}, "python -m skyrl.train.entrypoints.main_generate", "run.mode=eval"),
     ("verl", {"actor_rollout_ref.model.path": "a/b"}, "python -m verl.trainer.main_generation_server", "run.mode=eval"),
-    ("rlinf", {"runner.task_type": "sft", "actor.optim.lr": 1e-5}, "", "run.recipe=sft"),
+    ("rlinf", {"runner.task_type": "reasoning_eval", "actor.optim.lr": 1e-5}, "", "run.mode=eval"),
     ("cosmos_rl", {"train.train_policy.type": "sft", "train.train_policy.trainer_type": "dpo"}, "", "run.recipe=preference"),
 ]
 

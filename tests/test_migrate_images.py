@@ -281,3 +281,21 @@ def test_a_script_of_images_passes_the_checks_and_plans_with_image_tokens(tmp_pa
     check(config)
     assert tuple(config.model.frozen) == ("vision/.*",) and config.rollout.engine == "vllm" and config.rollout.placement == "colocated"
     assert "disable_mm_preprocessor_cache" not in config.rollout.vllm.engine_kwargs
+
+
+TRL = {"num_processes": 8, "model_name_or_path": VL, "dataset_name": "a/rows"}
+
+
+def test_trls_scripts_for_rows_with_images_are_their_jobs(tmp_path, capsys):
+    """sft_vlm.py sets max_length to None itself, and loses on the places of images; mpo_vlm.py is DPO with several losses."""
+    sft = of("trl", {**TRL, "max_length": 2048}, cmd="accelerate launch examples/scripts/sft_vlm.py")
+    v = values(sft)
+    assert v["run.recipe"] == "sft" and v["train.max_sequence_tokens"] == 8192 and sft.marks["max_length"][0] == "inert"
+    assert any("places of images" in text for text in sft.different) and sft.facts["images"].startswith("column images")
+    text = of("trl", {**TRL, "max_length": 2048, "completion_only_loss": True}, cmd="trl sft")
+    assert values(text)["train.max_sequence_tokens"] == 2048 and not any("places of images" in said for said in text.different)
+    mpo = of("trl", {**TRL, "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}, cmd="python mpo_vlm.py")
+    assert values(mpo)["preference.loss"] == ("dpo", "bco", "nll") and values(mpo)["preference.loss_weights"] == (0.8, 0.2, 1.0)
+    for job in ("sft", "dpo", "rloo"):
+        other = of("trl", {**TRL, "model_name_or_path": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}, cmd=f"python {job}_vlm.py")
+        assert other.outcome(False) == "refused" and "whose tower is not read" in other.lacking[-1][1]

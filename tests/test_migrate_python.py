@@ -84,6 +84,37 @@ def test_a_program_is_the_job_that_its_trainer_is(tmp_path):
     assert status == 2
 
 
+ASSIGNED = """
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+args = SFTConfig(output_dir="out", max_length=512, learning_rate=1e-4, completion_only_loss=True)
+args.warmup_steps = 7
+args.lr_scheduler_kwargs = dict(min_lr_rate=0.1)
+args.lr_scheduler_type = "cosine_with_min_lr"
+args.learning_rate = 2e-4
+args.max_length = find_length()
+lora = LoraConfig(r=8)
+lora.lora_alpha = 64
+other.weight_decay = 0.5
+SFTTrainer(model="a/b", args=args, peft_config=lora, train_dataset=load_dataset("a/rows"))
+"""
+
+
+def test_values_that_a_program_assigns_to_its_config_are_read_or_asked_for(tmp_path):
+    _, report, _ = run(tmp_path, ASSIGNED, "--gpus=2", name="job.py", system="trl")
+    keys = {k["key"]: k["value"] for k in report["keys"]}
+    assert keys["warmup_steps"] == 7 and keys["lora_alpha"] == 64 and keys["lr_scheduler_kwargs.min_lr_rate"] == 0.1
+    assert keys.keys().isdisjoint(("learning_rate", "max_length", "weight_decay"))
+    asked = [text for text in report["needs_you"] if text.startswith(("learning_rate", "max_length="))]
+    assert len(asked) == 2 and "has several values, 0.0001" in asked[1] and "find_length() is computed" in asked[0]
+    parsed = "from trl import *\nparser = TrlParser((ScriptArguments, SFTConfig))\nscript, args = parser.parse_args_and_config()\n" \
+             "args.max_length = None\nargs.model_init_kwargs = dict(dtype=script.dtype)\nargs.packing = True\nSFTTrainer(args=args)\n"
+    _, report, _ = run(tmp_path, parsed, "--gpus=2", "dataset_name=a/rows", name="parsed.py", system="trl")
+    assert {k["key"]: k["value"] for k in report["keys"]} == {"dataset_name": "a/rows", "max_length": None, "packing": True}
+    assert any("rows have no bound" in text for text in report["needs_you"]) and not any("script.dtype" in text for text in report["needs_you"])
+
+
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])
 def test_what_is_no_program_is_one_line(tmp_path, capsys, text):
     status, *_ = run(tmp_path, text, "--gpus=2", name="job.py", system="trl")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from jaxrl.migrate.table import Joint, Key, Migration, Table
+from jaxrl.migrate.table import Joint, Key, Migration, Since, Table
 
 
 def derived(base: Table, job: str, rules: Iterable[Key | Joint], **changes) -> Table:
@@ -47,6 +47,20 @@ def defaults(rules: Iterable[Key | Joint], values: Mapping) -> tuple[Key | Joint
 
     def one(key: Key) -> Key:
         return replace(key, default=values[key.name]) if key.name in values else key
+
+    return tuple(replace(r, keys=tuple(map(one, r.keys))) if isinstance(r, Joint) else one(r) for r in rules)
+
+
+def from_version(rules: Iterable[Key | Joint], versions: tuple[str, ...], first: str) -> tuple[Key | Joint, ...]:
+    """Returns the rules with the defaults that hold from a version on. versions: those of the table that has the
+    rules."""
+    later = versions[versions.index(first) + 1 :]
+
+    def one(key: Key) -> Key:
+        if not isinstance(key.default, Since):
+            return key
+        changes = ((v, value) for v, value in key.default.pairs if v in later)
+        return replace(key, default=Since((first, key.default.at(versions, first)), *changes))
 
     return tuple(replace(r, keys=tuple(map(one, r.keys))) if isinstance(r, Joint) else one(r) for r in rules)
 

@@ -81,6 +81,12 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         more += [calls.asks[name] for name in names if name in calls.asks]
         if calls.derived and any(base in calls.trainers for base in known.bases.get(names[-1], ())):
             more.append(f"{names[-1]} ({path.name}:{node.lineno}) is a class of the program's own: {calls.derived}")
+    for key, value, place in _assigned(nodes, known, calls, path.name):
+        if isinstance(value, Computed):
+            settings = [s for s in settings if s.key != key]
+            asked[key] = _asked(key, value, place)
+        else:
+            settings.append(Setting(key, value, place))
     settings, twice = _once(settings)
     names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
@@ -88,9 +94,21 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
     given = {s.key for s in settings}
     asked = [text for key, text in asked.items() if key not in given]
     asked = [*asked, *twice, *dict.fromkeys(more)]
-    asked += [
-        f"{path.name}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, "
-        "and name "
+    asked += _changed_rows(nodes, path.name)
+    if names & set(calls.flags):
+        asked.insert(
+            0,
+            f"{path.name} takes further values from its command line: give them as --key=value after the file, or "
+            "migrate "
+            "the script (.sh) that starts it",
+        )
+    return command, settings, asked
+
+
+def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
+    """Returns what is asked of rows that a program changes."""
+    return [
+        f"{file}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, and name "
         "it in data.path"
         for n in nodes
         if isinstance(n, ast.Call)
@@ -100,14 +118,6 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         and isinstance(n.func.value, ast.Name)
         and "data" in n.func.value.id
     ]
-    if names & set(calls.flags):
-        asked.insert(
-            0,
-            f"{path.name} takes further values from its command line: give them as --key=value after the file, or "
-            "migrate "
-            "the script (.sh) that starts it",
-        )
-    return command, settings, asked
 
 
 def _cells(path: Path, text: str) -> str:
@@ -141,6 +151,31 @@ def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
     if name and not any(s.key in calls.loads[name][0] for s in settings):
         return None, list(_load(node, known, *calls.loads[name], where))
     return None, []
+
+
+def _assigned(nodes: list[ast.AST], known: _Known, calls: Calls, file: str) -> Iterator[tuple[str, Any, str]]:
+    """Yields (key, value, place) of what is assigned to attributes of configs and of parsed arguments. A value of
+    parsed arguments is left out: the command line, which is asked for, has it."""
+    configs: dict[str, Mapping[Any, str | None]] = {}
+    parsed = set()
+    assigned = [(n.targets[0], n.value) for n in nodes if isinstance(n, ast.Assign) and len(n.targets) == 1]
+    for target, value in assigned:
+        if not isinstance(value, ast.Call):
+            continue
+        name = calls.name_in(calls.configs, known.callees(value, calls.kinds))
+        if isinstance(target, ast.Name) and name:
+            configs[target.id] = calls.configs[name][1]
+        elif _name(value.func).rpartition(".")[2].startswith("parse_args"):
+            parsed |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    for target, value in assigned:
+        of = target.value.id if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) else ""
+        if of not in configs and of not in parsed or not isinstance(target, ast.Attribute):
+            continue
+        renamed = configs.get(of, {})
+        key, found = renamed.get(target.attr, (renamed.get("") or "") + target.attr), known.value(value)
+        inner = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+        if key is not None and not (isinstance(found, Computed) and inner & parsed):
+            yield key, found, f"{file}:{target.lineno}"
 
 
 def _once(settings: list[Setting]) -> tuple[list[Setting], list[str]]:
@@ -288,6 +323,10 @@ class _Known:
         if isinstance(node, ast.Dict) and all(k is not None for k in node.keys):
             keys = [self._value(k, depth + 1) for k in node.keys if k is not None]
             return dict(zip(map(str, keys), (self._value(v, depth + 1) for v in node.values), strict=True))
+        if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args and all(
+            k.arg for k in node.keywords
+        ):
+            return {str(k.arg): self._value(k.value, depth + 1) for k in node.keywords}
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             number = self._value(node.operand, depth + 1)
             if isinstance(number, int | float):

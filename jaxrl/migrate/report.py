@@ -53,7 +53,7 @@ def config_text(m: Migration, title: str) -> str:
         if option.split(".")[0] != group:
             group = option.split(".")[0]
             lines.append("")
-        text, helpers = literal(option, value, m.files)
+        text, helpers = literal(option, value, (*m.files, *m.made))
         used |= helpers
         target = "c." + option
         for table in free_tables():
@@ -109,7 +109,7 @@ HELPERS = {  # functions of a config file, where it needs them
 
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
     """Returns a value as Python text, and the HELPERS that it calls. files: those that are written into the config's
-    folder."""
+    folder, now or by a file there."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):

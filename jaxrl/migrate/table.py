@@ -132,7 +132,10 @@ class Migration:
 
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
         self.told, self.job = job_of(table.jobs, source) or ("", None)  # another job than the table's: what says so
-        table = self.job.reader() if self.job and self.job.table else table
+        base, table = table, self.job.reader() if self.job and self.job.table else table
+        if version in base.versions and base.versions.index(version) < base.versions.index(table.versions[0]):
+            what = f"{version}: of {table.title} {table.job} is read from {table.versions[0]} on"
+            raise Unreadable("--from-version", "", what)
         self.version = version if version in table.versions else table.versions[-1]
         self.name, self.table, self.gpus = name, table, gpus
         self.notes, self.command = list(source.notes), source.command
@@ -148,6 +151,7 @@ class Migration:
         self.needs_you: list[str] = list(source.asked)
         self.different: list[str] = list(table.differs)
         self.files: dict[str, str] = {}
+        self.made: list[str] = []  # files that one of these writes, when it is run
         self.facts: dict[str, Any] = {}
         self._known = {key.name: key for key in table.keys()}
         self.singles = source.settings  # keys of the source, which patterns took together

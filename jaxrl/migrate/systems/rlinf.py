@@ -7,7 +7,7 @@ configs are whole: few keys have a default in its code.
 from __future__ import annotations
 
 from jaxrl.migrate import common
-from jaxrl.migrate.jobs import EVAL, SFT, Job
+from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import rlinf_meaning as meaning
 from jaxrl.migrate.systems.rlinf_meaning import (
@@ -82,8 +82,9 @@ AUTOMATIC = (
 ROBOTS = "robots are not trained here, and a job with videos is not translated"
 
 JOBS = (
-    Job("supervised fine-tuning of a language model", SFT, keys=("runner.task_type=sft",), unless=(
-        "env.**", MODEL + "action_dim", MODEL + "openpi.**")),
+    Job("supervised fine-tuning", keys=("runner.task_type=sft",), unless=(
+        "env.**", MODEL + "action_dim", MODEL + "openpi.**"), table="rlinf_sft:SFT"),
+    Job("supervised fine-tuning of robots", keys=("runner.task_type=sft",)),
     Job("evaluation alone", EVAL, keys=("runner.task_type=reasoning_eval",)),
 )
 

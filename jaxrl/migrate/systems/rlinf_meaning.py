@@ -15,6 +15,10 @@ PLACEMENT, FSDP = "cluster.component_placement.*", ACTOR + "fsdp_config."
 PATHS = (ROLLOUT + "model.model_path", ROLLOUT + "model_dir", MODEL + "model_path")
 
 
+def on_fsdp(m: Migration) -> bool:
+    return m.text(ACTOR + "training_backend") in ("fsdp", "fsdp2")
+
+
 def needed(m: Migration, key: str, otherwise: float):
     """A number without which RLinf does not start; otherwise: what stands for it in a refused config."""
     value = m.number(key)
@@ -116,7 +120,7 @@ def loss(m: Migration):
     m.set("algorithm.clip_low", m.number(low), low)
     m.set("algorithm.clip_high", m.number(high), high)
     dual, whose = float(m.number(ALGO + "clip_ratio_c") or 0), ALGO + "clip_ratio_c"
-    if m.text(ACTOR + "training_backend") == "fsdp" and not m.given(whose):
+    if on_fsdp(m) and not m.given(whose):
         dual, whose = 3.0, ACTOR + "training_backend"  # what its worker takes where the key is not set
     m.set("algorithm.dual_clip", dual, whose)
     m.facts["clip"] = f"{1 - m.number(low):g} to {1 + m.number(high):g}" + (f", dual {dual:g}" if dual else "")
@@ -140,7 +144,7 @@ def _aggregation(m: Migration):
     if kind is None:
         return
     keys = (name, ALGO + "use_valid_token_scale", micro, dynamic)
-    if m.text(ACTOR + "training_backend") == "fsdp":
+    if on_fsdp(m):
         scaled, keys = False, (name, ACTOR + "training_backend", micro, dynamic)
         m.mark(ALGO + "use_valid_token_scale", "inert", "of megatron: FSDP's workers do not read it")
     if kind == "token_mean" and not scaled:  # those of a number of tokens have about the same number of them
@@ -161,7 +165,7 @@ def _aggregation(m: Migration):
 def gradients_share(m: Migration) -> int:
     """By how much RLinf's gradient is smaller than that of the mini-batch's mean: use_valid_token_scale divides by the
     tokens of all mini-batches of the step. Of AdamW a clip and an epsilon as many times as large do the same."""
-    scaled = m.flag(ALGO + "use_valid_token_scale") and m.text(ACTOR + "training_backend") != "fsdp"
+    scaled = m.flag(ALGO + "use_valid_token_scale") and not on_fsdp(m)
     whole = AGGREGATIONS.get(m.text(ALGO + "loss_agg_func")) == "token_mean"
     return common.updates(m) if scaled and whole and not ranks_beside_sampling(m) else 1
 
@@ -191,7 +195,7 @@ def mismatch(m: Migration):
         return
     m.set("algorithm.old_logprobs", "auto" if again else "rollout", ALGO + "recompute_logprobs")
     stop = m.number(ALGO + "early_stop_imp_ratio")
-    if m.text(ACTOR + "training_backend") == "fsdp":
+    if on_fsdp(m):
         m.mark(ALGO + "early_stop_imp_ratio", "inert", "of megatron: FSDP's workers do not read it")
     elif stop and m.options.get("algorithm.num_minibatches", (1, ()))[0] > 1:
         m.set("algorithm.early_stop_ratio", float(stop), ALGO + "early_stop_imp_ratio")
@@ -215,7 +219,7 @@ def sampling(m: Migration):
 
 def optimizer(m: Migration):
     m.set("optimizer.lr", needed(m, OPTIM + "lr", 1e-6), OPTIM + "lr")
-    fsdp = m.text(ACTOR + "training_backend") == "fsdp"
+    fsdp = on_fsdp(m)
     own = SCHED + "lr_decay_style" if not fsdp else OPTIM + "lr_scheduler"
     decay = m.number(SCHED + "lr_decay_iters")
     warm, keys = _megatrons_warmup(m, SCHED)
@@ -398,7 +402,7 @@ def layout(m: Migration):
     used = set(train) | set(infer)
     m.gpus = gpus = len(used) or total
     backend = ACTOR + "training_backend"
-    sizes = devices.megatron_sizes(m, MODEL, m.text(backend) != "fsdp")
+    sizes = devices.megatron_sizes(m, MODEL, not on_fsdp(m))
     apart = bool(train and infer and not set(train) & set(infer))
     keys = (
         "cluster.num_nodes",
@@ -429,10 +433,10 @@ def layout(m: Migration):
         devices.apart(m, train, infer, served, nodes, *where, policy=PLACEMENT)
     if apart and "inference" in roles:
         m.differs("log-probs are computed by the trainer, not by GPUs of their own (inference)")
-    _rest(m)
+    rest(m)
 
 
-def _rest(m: Migration):
+def rest(m: Migration):
     """Where parameters and optimizer state are while the engine samples."""
     keys = tuple(ACTOR + n for n in ("offload_optimizer", "offload_weight", "enable_offload"))
     whole = m.flag(ACTOR + "enable_offload") or m.flag(ACTOR + "offload_optimizer") and m.flag(ACTOR + "offload_weight")
@@ -463,7 +467,7 @@ def model(m: Migration):
     if tokenizer and key and tokenizer != m.text(key).rstrip("/"):
         m.set("model.tokenizer", tokenizer, ACTOR + "tokenizer.tokenizer_model")
     full, kind = MODEL + "recompute_granularity", {"full": "full", "selective": "dots", "": "none"}
-    if m.text(ACTOR + "training_backend") == "fsdp":
+    if on_fsdp(m):
         m.set(
             "model.remat",
             "full" if m.flag(FSDP + "gradient_checkpointing") else "none",
@@ -475,9 +479,9 @@ def model(m: Migration):
         MODEL + "precision",
         next((FSDP + n for n in ("amp_autocast.", "amp.") if m.flag(FSDP + n + "enabled")), ""),
     )
-    if m.text(ACTOR + "training_backend") == "fsdp" and amp:
+    if on_fsdp(m) and amp:
         key = FSDP + "amp_autocast.precision"
-    elif m.text(ACTOR + "training_backend") == "fsdp" and m[FSDP + "mixed_precision.param_dtype"]:
+    elif on_fsdp(m) and m[FSDP + "mixed_precision.param_dtype"]:
         key = FSDP + "mixed_precision.param_dtype"
     switches = (FSDP + "amp_autocast.enabled", FSDP + "amp.enabled", ACTOR + "training_backend")
     m.set("train.compute_dtype", common.DTYPES.get(m.text(key), "auto"), key, *switches)

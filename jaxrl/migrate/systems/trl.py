@@ -1,4 +1,5 @@
-"""TRL's GRPO: what its keys mean here (flat YAML, or flags of `trl grpo` and `accelerate launch`).
+"""TRL's GRPO: what its keys mean here (flat YAML, or flags of `trl grpo` and `accelerate launch`). RLOO is in
+trl_rloo.py, trainers of rows are in trl_jobs.py.
 
 Read from its code at the releases 0.17.0 to 1.16.0, and from transformers' TrainingArguments. Batches are completions per
 process, so that the number of processes must be known. A step is an optimizer step there, a generation batch here.
@@ -35,24 +36,33 @@ CALLS = Calls(
     flags=("TrlParser", "HfArgumentParser"))
 PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "cpo_alpha", "simpo_gamma",
          "loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "loss_type=apo_zero", "loss_type=robust", "loss_type=simpo")
+
+
+def started(names: str, files: str = "") -> str:
+    """Returns the pattern of a command of these trainers: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`. files: of other names."""
+    return rf"\b((trl |trl\.scripts\.)({names})\b|({files or names})\w*\.py\b)"
+
+
 JOBS = (
     Job("a file of accelerate's options, which starts processes,", "the config or script of the trainer", keys=(
         "compute_environment", "distributed_type", "deepspeed_config.**", "fsdp_config.**"), unless=(
         *GRPO, "model_name_or_path", "dataset_name", "learning_rate", "output_dir", "per_device_train_batch_size"), file=True),
     Job("a trainer of TRL that is not read", "its page, docs/guides/from_trl.md, names what is nearest; it",
-        r"\b(trl (rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)|(rloo|ppo|async_grpo|sdpo|sdft|tpo|ssd)\w*\.py)\b"),
-    Job("generalised knowledge distillation", command=r"\b(trl gkd|gkd\w*\.py)\b", keys=("lmbda",), table="trl_jobs:GKD"),
-    Job("distillation", DISTILL, r"\b(trl (gold|distillation|minillm)|(gold|distill)\w*\.py)\b", ("teacher_model_name_or_path",)),
+        started("ppo|async_grpo|sdpo|sdft|tpo|ssd")),
+    Job("RLOO", command=started("rloo"), keys=("normalize_advantages", "normalize_advantages=False", "reward_clip_range", "rloo_k"),
+        unless=meaning.OF_GRPO, table="trl_rloo:RLOO"),
+    Job("generalised knowledge distillation", command=started("gkd"), keys=("lmbda",), table="trl_jobs:GKD"),
+    Job("distillation", DISTILL, started("gold|distillation|minillm", "gold|distill"), ("teacher_model_name_or_path",)),
     Job("training of a process reward model", "run.recipe=reward_model with reward_model.kind=steps (docs/guides/reward_models.md)",
-        r"\b(trl prm|prm\.py)\b"),
-    Job("training of a reward model", command=r"\b(trl reward|(reward_modeling|reward)\.py)\b", keys=("center_rewards_coefficient",),
-        unless=GRPO, table="trl_jobs:REWARD"),
+        started("prm")),
+    Job("training of a reward model", command=r"\b((trl |trl\.scripts\.)reward\b|(reward_modeling|reward)\.py\b)",
+        keys=("center_rewards_coefficient",), unless=GRPO, table="trl_jobs:REWARD"),
     Job("online preference training", "run.recipe=rl, or run.recipe=preference on pairs of a file",
-        r"\b(trl (online_dpo|nash_md|xpo)|(online_dpo|nash_md|xpo)\w*\.py)\b"),
-    Job("preference training with a classifier (BCO)", PREFERENCE, r"\b(trl bco|bco\.py)\b"),
-    Job("preference training", command=r"\b(trl (dpo|kto|cpo|orpo)|(dpo|kto|cpo|orpo)\w*\.py)\b", keys=PAIRS, unless=GRPO,
+        started("online_dpo|nash_md|xpo")),
+    Job("preference training with a classifier (BCO)", PREFERENCE, started("bco")),
+    Job("preference training", command=started("dpo|kto|cpo|orpo", "dpo|kto|cpo|orpo|mpo"), keys=PAIRS, unless=GRPO,
         table="trl_jobs:PREFERENCE"),
-    Job("supervised fine-tuning", command=r"\b(trl sft|sft\w*\.py)\b", keys=(
+    Job("supervised fine-tuning", command=started("sft"), keys=(
         "packing", "packing=False", "assistant_only_loss", "completion_only_loss", "completion_only_loss=False", "max_seq_length",
         "dataset_text_field"), unless=(*GRPO, "beta"),
         table="trl_jobs:SFT"),
@@ -124,7 +134,8 @@ LACKS = (
 )
 
 TABLE = Table(
-    name="trl", title="TRL", command=r"grpo|\btrl (sft|dpo|kto|cpo|orpo|reward|gkd)\b|(sft|dpo|kto|cpo|orpo|reward_modeling|gkd)\w*\.py", flags=True,
+    name="trl", title="TRL", flags=True,
+    command=r"grpo|\btrl(\.scripts\.| )(sft|dpo|kto|cpo|orpo|reward|gkd|rloo)\b|(sft|dpo|kto|cpo|orpo|mpo|reward_modeling|gkd|rloo)\w*\.py",
     versions=("0.17", "0.18", "0.19", "0.22", "0.23", "0.26", "0.27", "1.0", "1.6", "1.9", "1.10", "1.14", "1.16"),
     required={"num_processes": 8, "num_generations": 8},
     jobs=JOBS, calls=CALLS,
@@ -250,8 +261,8 @@ TABLE = Table(
           why="rewards are added up, then normalised"),
         K("model_name_or_path", to="model.path", other="a/model"),
         Joint("model", (
-            K("model_revision", "equivalent", default="main", other="abc"),
-            K("dtype", "equivalent", other="bfloat16", also=("torch_dtype",)),
+            K("model_revision", "equivalent", default="main", other="abc", also=("model_init_kwargs.revision",)),
+            K("dtype", "equivalent", other="bfloat16", also=("torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")),
             K("bf16", "equivalent", other=False),
             K("fp16", "equivalent", default=False, other=True),
             K("mixed_precision", "equivalent"),  # of accelerate

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.migrate import common, supervised
+from jaxrl.migrate import common, images, supervised
 from jaxrl.migrate.systems import trl_meaning as trl
 from jaxrl.migrate.table import Migration
 
+BOUNDLESS = re.compile(r"\bsft_vlm\w*\.py\b")  # scripts that set max_length=None themselves
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 
 
 def lengths(m: Migration):
     key = "max_length"
-    supervised.sequence(m, m.integer(key), key, cut="truncate" if m.options["run.recipe"][0] == "sft" else "")
+    longest = None if BOUNDLESS.search(m.command) else m.integer(key)
+    if m.given(key) and longest is None and m[key] is not None:
+        m.mark(key, "inert", "TRL's script for images sets it to None")
+    supervised.sequence(m, longest, key, cut="truncate" if m.options["run.recipe"][0] == "sft" else "")
     if m.text("truncation_mode") == "keep_end":
         m.lacks("truncation_mode", "a row that is too long loses its end, not its beginning")
 
@@ -88,6 +92,8 @@ def what_is_trained(m: Migration):
         )
     else:
         m.set("train.loss_on_prompt", not m.flag("completion_only_loss"), "completion_only_loss")
+    if images.has_tower(m.text("model_name_or_path")) and m.options["train.loss_on_prompt"][0]:
+        m.differs("TRL's loss counts the places of images among the tokens of a row; here they are in no loss")
     if m.given("dataset_text_field") and m.text("dataset_text_field") not in ("messages", "prompt"):
         m.needs(
             f"dataset_text_field={m.text('dataset_text_field')}: a row is a prompt and a completion here, or messages: "
@@ -195,11 +201,6 @@ KIN = {  # trainer -> loss_type there -> ours
 SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
 
 
-def before(m: Migration, version: str) -> bool:
-    """Whether the version is older than this one."""
-    return m.table.versions.index(m.version) < m.table.versions.index(version)
-
-
 def trainer(m: Migration) -> str:
     """dpo, kto, orpo or cpo: by the command, else by keys of one alone."""
     if found := re.search(r"\b(?:trl )?(kto|orpo|cpo|dpo)\w*(?:\.py)?\b", m.command):
@@ -228,7 +229,7 @@ def preference(m: Migration):
     if weights and kind == "dpo":
         m.set("preference.loss_weights", tuple(float(w) for w in weights), "loss_weights")
     m.set("preference.beta", float(m.number("beta")), "beta")
-    smoothing, old = m.number("label_smoothing"), before(m, "1.0")
+    smoothing, old = m.number("label_smoothing"), trl.before(m, "1.0")
     if "exo" in losses and not smoothing:
         if not old:
             raise m.wrong("label_smoothing", "a share above 0 beside exo_pair, as TRL asks for")

@@ -9,6 +9,11 @@ from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Migration
 
 
+def before(m: Migration, version: str) -> bool:
+    """Whether the version is older than this one."""
+    return [int(n) for n in m.version.split(".")] < [int(n) for n in version.split(".")]
+
+
 def processes(m: Migration) -> int:
     """Processes that train: what accelerate is told, or --gpus."""
     if not m.given("num_processes") and not m.gpus:
@@ -49,9 +54,7 @@ def batch(m: Migration):
     bigger = [k for k in ("generation_batch_size", "steps_per_generation") if m[k]]
     common.batch(m, whole // group, group, (*keys, *bigger, "num_generations"), "num_generations")
     m.set("algorithm.num_minibatches", whole // step, *keys, *bigger)
-    versions = m.table.versions
-    whole_batch = m.text("loss_type") in ("dapo", "cispo") and versions.index(m.version) < versions.index("1.10")
-    if whole > step and whole_batch:
+    if whole > step and m.text("loss_type") in ("dapo", "cispo") and before(m, "1.10"):
         m.differs(
             f"before 1.10 TRL divides the loss of an optimizer step by the tokens of all {whole // step} of a "
             f"generation batch: its gradient is 1/{whole // step} of the one here, which AdamW undoes and "
@@ -99,6 +102,18 @@ def lengths(m: Migration):
         m.differs("prompts have no bound in TRL: here one of more than data.max_prompt_tokens=2048 tokens is an error")
 
 
+OF_GRPO = (  # keys that RLOO has not
+    "loss_type",
+    "importance_sampling_level",
+    "scale_rewards",
+    "delta",
+    "top_entropy_quantile",
+    "use_bias_correction_kl",
+    "vllm_importance_sampling_correction",
+    "multi_objective_aggregation",
+    "off_policy_mask_threshold",
+    "tools",
+)
 LOSSES = {  # loss_type -> (loss, aggregation)
     "grpo": ("clip", "sequence_mean"),
     "bnpo": ("clip", "token_mean"),
@@ -118,6 +133,11 @@ def loss(m: Migration):
             refuse=True,
         )
         return
+    if not m.command and not any(m.given(key) for key in OF_GRPO):
+        m.differs(
+            "the file names no trainer and has no key of GRPO alone: it is read as one of GRPO; if it is of RLOO, read "
+            "it with `jaxrl migrate trl/rloo`"
+        )
     kind, aggregation = LOSSES[name]
     m.set("algorithm.policy_loss", kind, "loss_type")
     if name == "bnpo":
@@ -167,6 +187,10 @@ def _entropy(m: Migration):
 def kl(m: Migration):
     unbiased = m.flag("use_bias_correction_kl")
     common.kl(m, m.number("beta"), "k3_unbiased" if unbiased else "k3", "loss", "beta", "use_bias_correction_kl")
+    synced_reference(m)
+
+
+def synced_reference(m: Migration):
     if m.number("beta") and m.flag("sync_ref_model"):
         if m.number("ref_model_mixup_alpha") == 1:
             m.set(
@@ -192,9 +216,7 @@ MODES = {
 
 def mismatch(m: Migration):
     v = "vllm_importance_sampling_"
-    versions = m.table.versions
-    has = versions.index(m.version) >= versions.index("0.23")
-    if m.flag("use_vllm") and has and m.flag(v + "correction"):
+    if m.flag("use_vllm") and not before(m, "0.23") and m.flag(v + "correction"):
         mode = m.choice(v + "mode", MODES)
         if mode is None:
             return
@@ -380,8 +402,7 @@ def model(m: Migration):
         m.set("train.param_dtype", dtype, "dtype")
     bf16 = m["bf16"]
     fp16 = m.flag("fp16")
-    old = m.table.versions.index(m.version) < m.table.versions.index("0.19")
-    bf16 = (not old and not fp16) if bf16 is None else m.flag("bf16")
+    bf16 = (not before(m, "0.19") and not fp16) if bf16 is None else m.flag("bf16")
     compute = "fp16" if fp16 else "bf16" if bf16 else "fp32"
     launched = m.text("mixed_precision").strip("'\"")
     if compute == "fp32" and launched in ("fp16", "bf16"):  # where the trainer has none accelerate's counts

@@ -55,9 +55,11 @@ CODE_FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?```{language}.*?```.*?\n</a
 
 
 def rewards(m: Migration):
-    """Names of TRL and open-r1 are built-in rewards; places of functions are called, other names are stubs."""
+    """Names of TRL and open-r1 are built-in rewards; places of functions are called, names with a slash are reward
+    models, other names are stubs."""
     names, file = [str(n) for n in m.list("reward_funcs")], f"{m.name}_reward.py"
-    text, functions = "", []
+    text, functions, weights = "", [], m.list("reward_weights")
+    names, weights = _model(m, names, weights)
     for name in names:
         if name in NAMED:
             functions.append(_named(m, name))
@@ -77,17 +79,32 @@ def rewards(m: Migration):
     if text:
         m.files[file] = ADAPTER + text
         m.needs(f"{file} calls your reward functions in a process without jax, from the folder where you start")
-    if m.text("reward_model_name_or_path"):
-        m.set("reward.model.path", m.text("reward_model_name_or_path"), "reward_model_name_or_path")
-    if not names and not m.text("reward_model_name_or_path"):
+    if not names and "reward.model.path" not in m.options:
         common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
         return
     m.set("reward.functions", tuple(dict.fromkeys(functions)), "reward_funcs")
-    weights = m.list("reward_weights")
     if weights and len(weights) == len(functions) == len(set(functions)):
         m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
     elif weights:
         m.lacks("reward_weights", f"{len(weights)} weights for {len(set(functions))} functions that are carried over")
+
+
+def _model(m: Migration, names: list[str], weights: list) -> tuple[list[str], list]:
+    """Sets the reward model, which TRL has among its functions, in a script before them. Returns the others and their
+    weights."""
+    key = "reward_model_name_or_path"
+    given = [m.text(key)] if m.text(key) else []
+    found, key = ([*given, *(n for n in names if "/" in n)], key if given else "reward_funcs")
+    if not found:
+        return names, weights
+    m.set("reward.model.path", found[0], key)
+    if len(found) > 1:
+        m.lacks("reward_funcs", f"{', '.join(found)}: one reward model is asked", refuse=True)
+    every = [*given, *names]
+    if len(weights) == len(every):
+        m.set("reward.model.weight", float(weights[every.index(found[0])]), "reward_weights")
+        weights = [w for n, w in zip(every, weights, strict=True) if n not in found]
+    return [n for n in names if "/" not in n], weights
 
 
 def _named(m: Migration, name: str) -> str:

@@ -34,13 +34,14 @@ def grpo(name: str, default, other, **beside) -> tuple[Key, Key]:
     )
 
 
+IMAGES = ", with images, too (docs/guides/vision.md),"
 JOBS = (
-    Job("preference training by DPOTrainer", PREFERENCE, r"\bdpo_trainer\b"),
+    Job("preference training by DPOTrainer", PREFERENCE + IMAGES, r"\bdpo_trainer\b"),
     Job("distillation by DistillationTrainer", DISTILL, r"\bdistillation_trainer\b"),
     Job("a program in Python", command=r"^tunix program\b", table="tunix_program:PROGRAM"),
     Job(
         "supervised fine-tuning by peft_main",
-        SFT,
+        SFT + IMAGES,
         r"\bpeft_main\b",
         ("training_config.eval_every_n_steps", "training_config.max_steps", "optimizer_config.opt_type", "optimizer_config.learning_rate"),
         unless=("rl_training_config.**", "rollout_config.**", "grpo_config.**", "ppo_config.**", "agentic_grpo_config.**"),
