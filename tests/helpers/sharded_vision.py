@@ -31,8 +31,8 @@ from training.test_packed_images import batch
 name, *shapes = sys.argv[1:]
 kind = name.removesuffix("_video")
 text, tower = cases.KINDS[kind]
-tower = {**tower, "depth": 2, "hidden_size": 32, "num_heads": 4}
-tower |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {"fullatt_block_indexes": [1]}
+small = {"depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 4, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
+tower = {**tower, **{field: value for field, value in small.items() if field in tower}}
 if name != kind:
     tower |= {"video": True}
 model = build({**text, "num_hidden_layers": 2, "model_type": f"{kind}_text", IMAGES: tower}, compute_dtype=jnp.float32, scan_layers=True,

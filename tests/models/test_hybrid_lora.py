@@ -22,18 +22,20 @@ pytestmark = pytest.mark.torch
 NAMES = {"qwen3_5": {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
          "qwen3_next": {"in_proj_qkvz", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
                         "shared_expert_gate"},
+         "qwen3_5_moe": {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+                         "shared_expert_gate"},
          "nemotron_h_dense": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
          "granite4_dense": {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"},
          "falcon_h1": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
          "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
          "glm4": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}}
 MLP = {"gate_proj", "up_proj", "down_proj"}
-DECIDE = {"qwen3_5": ("in_proj_a", "in_proj_b"), "qwen3_next": ("in_proj_ba",)}
+DECIDE = {"qwen3_5": ("in_proj_a", "in_proj_b"), "qwen3_5_moe": ("in_proj_a", "in_proj_b"), "qwen3_next": ("in_proj_ba",)}
 
 
 @pytest.mark.full
 @first_cases(2, "name, dora", [("qwen3_next", False), ("phi3", False), ("nemotron_h_dense", True), ("qwen3_5", True), ("glm4", True),
-                               ("granite4_dense", False), ("falcon_h1", False)], full=0)
+                               ("granite4_dense", False), ("falcon_h1", False), ("qwen3_5_moe", False)], full=0)
 def test_outputs_a_step_and_files_are_pefts(folder, tmp_path, name, dora):
     """all-linear and the two maps that it leaves out; the packed modules are one adapter each."""
     targets = (*(n for n in NAMES[name] if n not in MLP), *DECIDE.get(name, ()))  # of a model with experts PEFT takes an MLP's for theirs

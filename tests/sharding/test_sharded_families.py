@@ -14,7 +14,11 @@ import pytest
     pytest.param(("granite4_dense", "falcon_h1_plain"), marks=pytest.mark.nightly),
     pytest.param(("qwen3_5_moe", "minimax_m2"), marks=pytest.mark.nightly),
     pytest.param(("seed_oss", "gemma3", "ministral3"), marks=pytest.mark.nightly),
-    pytest.param(("granite", "smollm3", "olmo3", "ernie4_5"), marks=pytest.mark.nightly)], ids=",".join)
+    pytest.param(("granite", "smollm3", "olmo3", "ernie4_5"), marks=pytest.mark.nightly),
+    pytest.param(("llama_bias", "mistral", "qwen2", "gemma"), marks=pytest.mark.nightly),
+    pytest.param(("gemma2", "glm", "mixtral"), marks=pytest.mark.nightly),
+    pytest.param(("qwen3_moe", "olmoe"), marks=pytest.mark.nightly),
+    pytest.param(("glm4_moe", "glm4_moe_lite"), marks=pytest.mark.nightly)], ids=",".join)
 def test_a_family_on_a_mesh_is_the_family_on_one_device(names):
     """float64: log-probs of plain, padded and packed rows and of a shared prompt, and the gradient by every parameter. A device holds a
     quarter of the matrices, but for vectors of heads and maps that tp does not divide."""
