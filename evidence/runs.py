@@ -48,7 +48,8 @@ def main() -> int:
     args = parser.parse_args()
     runs = {name: by_step(Path(path)) for name, _, path in (run.partition("=") for run in args.runs)}
     names = list(dict.fromkeys(key for steps in runs.values() for row in steps.values() for key in row))
-    table(["run", "step", *names], [[name, step, *(row.get(key, "") for key in names)] for name, steps in runs.items() for step, row in steps.items()])
+    rows = [(name, step, row) for name, steps in runs.items() for step, row in steps.items()]
+    table(["run", "step", *names], [[name, step, *(row.get(key, "") for key in names)] for name, step, row in rows])
     record(args.results, runs)
     return 0
 
