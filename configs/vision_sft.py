@@ -2,7 +2,7 @@
 
 Command:   jaxrl train --config=configs/vision_sft.py
 Hardware:  any; two CPU cores.
-Expected:  docs/guides/vision.md, which has the accuracy on grey and on exchanged pictures, too.
+Expected:  99.7 to 100 % of the held-out questions on three seeds; 19 to 22 % with grey or exchanged pictures (docs/guides/vision.md).
 
 Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests);
            qwen2_5, qwen2_5_short, qwen2_5_tiny: the same with a Qwen2.5-VL in place of a Qwen3-VL, whose tower attends within windows;

@@ -37,9 +37,12 @@
 #    the plan's memory beside an H200's                          plan_gpu.py (a minute)
 #    whole GPU programs without a GPU: launches, copies, memory  gpu_programs.py
 #    GPU kernels down to machine code, without a GPU             gpu_compile.py (in an environment of its own)
-#    a hybrid's accuracy by step and kind; with empty states      hybrid_runs.py NAME=RUN.DIR, hybrid_states.py RUN.DIR
+#    accuracy by step, of a hybrid by kind, of images by control runs.py hybrid_runs|vision_runs NAME=RUN.DIR
+#    a hybrid with empty states                                  hybrid_states.py RUN.DIR
 #    recipes of the Tinker cookbook over the training service     service_cookbook.py (ten minutes; wants the tinker SDK and the cookbook)
 #    rows of batches with images, counted                        image_rows.py (seconds)
+#    images that a core prepares a second                        prepared_images.py (a minute)
+#    pixels and log-probs under torchvision's resizing            torchvision_pixels.py EXPORT (minutes; wants torch and torchvision)
 # Rows and pages are made by arith_data.py, arith_compared.py, env_data.py, shapes_data.py, picture_env_data.py and parameters.py. Speed is measured by benchmarks/.
 set -euo pipefail
 cd "$(dirname "$0")/.."

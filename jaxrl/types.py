@@ -218,6 +218,15 @@ class Trajectories:
         np.add.at(out, (images.sequences, behind.astype(int)), images.counts)
         return out
 
+    @property
+    def behind_image(self) -> np.ndarray:
+        """Returns [T] bool: whether an image begins before the token in its sequence."""
+        first = np.full(self.num_sequences, np.iinfo(np.int64).max)
+        if self.pictures is not None:
+            np.minimum.at(first, self.pictures.sequences, self.pictures.firsts)
+        places = np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+        return places > np.repeat(first, self.lengths)
+
     def total(self, values_T=1) -> np.ndarray:
         """Returns [N] sums of values_T [T] over each trajectory's tokens in the loss; without values their count."""
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])

@@ -236,6 +236,8 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
             rollouts.release(batch.cursor)
             metrics |= rollouts.metrics(batch)
     metrics |= found | step_metrics(parts, batch, traj, layout, columns, per_completion)
+    if c.distill.loss == "sampled":
+        check_logprob_gap(c.algorithm.mismatch, s.step, metrics)
     if rollouts is None and job.engine is not None:
         metrics |= job.engine.metrics()
     return metrics, rows
@@ -328,8 +330,6 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
     nothing = np.zeros(batch.traj.num_trajectories)
     out = rollout_metrics(batch, nothing, per_completion, layout) | out
     s.telemetry.histograms(s.step, histograms(batch, {**columns, "behaviour": traj.logprobs}, per_completion))
-    if c.distill.loss == "sampled":
-        check_logprob_gap(c.algorithm.mismatch, s.step, out)
     if batch.result.parts and (c.eval.accuracy_from or "") in ("", *batch.result.parts):
         out["accuracy/train"] = float((accuracy_rewards(c, batch.result) >= c.reward.pass_mark).mean())
     return out

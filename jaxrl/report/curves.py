@@ -26,8 +26,8 @@ SECTIONS = (
     ("Update", ("optim/grad_norm", "optim/lr", "policy/entropy", "policy/kl", "policy/approx_kl",
                 "policy/clip_fraction", "policy/ratio_mean", "value/loss", "value/explained_variance",
                 "router/load_max_over_mean")),
-    ("Staleness and gap", ("gap/mean", "gap/max", "gap/k3", "gap/corrected_fraction", "gap/stale_*", "old_gap/max",
-                           "staleness/mean", "staleness/max", "rollout/ahead_groups")),
+    ("Staleness and gap", ("gap/mean", "gap/max", "gap/k3", "gap/corrected_fraction", "gap/stale_*", "gap/images",
+                           "gap/text", "old_gap/max", "staleness/mean", "staleness/max", "rollout/ahead_groups")),
     ("Speed", ("time/step", "time/tokens_per_second", "perf/mfu", "perf/tokens_per_second", "perf/tflops",
                "packing/efficiency")),
 )
@@ -40,7 +40,8 @@ UNITS = (
     ("staleness/max", "weight syncs"), ("staleness/*", "%"), ("*length*", "tokens"), ("rollout/*tokens", "tokens"),
     ("env/observation_tokens", "tokens"), ("env/turns*", "turns"), ("env/calls", "calls"), ("policy/entropy", "nats"),
     ("policy/logprob", "nats"), ("policy/*kl", "nats"), ("gap/mean", "nats"), ("gap/max", "nats"),
-    ("gap/stale_*", "nats"), ("gap/k3", "nats"), ("old_gap/max", "nats"), ("distill/*", "nats"),
+    ("gap/stale_*", "nats"), ("gap/images", "nats"), ("gap/text", "nats"), ("gap/k3", "nats"),
+    ("old_gap/max", "nats"), ("distill/*", "nats"),
     ("publish/seconds", "s"), ("publish/gb_per_second", "GB/s"), ("data/epoch", "passes"), ("data/samples", "samples"),
 )
 OPTIONS_OF_REPEATS = ("run.seed", "run.resume")  # options in which runs of one curve may differ

@@ -5,6 +5,7 @@ Called by rl.step and recipes.distill, on the host. Losses compute their own met
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import numpy as np
@@ -21,13 +22,24 @@ def accuracy_rewards(spec, result):
     return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
 
+# Parts of gap/mean over a bucket of tokens, and the bucket's share of the tokens, by which they become its means.
+BUCKETS = {"gap/stale_": "staleness/", "gap/images": "rollout/image_fraction", "gap/text": "rollout/text_fraction"}
+
+
 def mean_metrics(steps: list[dict]) -> dict[str, float]:
-    """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max."""
+    """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max.
+
+    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out."""
     if not steps:
         return {}
     names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch has no metrics of it
     over = lambda k: np.max if k.endswith(("/max", "_max")) else np.mean  # noqa: E731
-    return {k: float(over(k)([s[k] for s in steps if k in s])) for k in names}
+    out = {k: float(over(k)([s[k] for s in steps if k in s])) for k in names}
+    for name, (part, share) in itertools.product(names, BUCKETS.items()):
+        if part in name:
+            value, tokens = out.pop(name), out[name.replace(part, share)]
+            out |= {name: value / tokens} if tokens else {}
+    return {k: v for k, v in out.items() if not k.endswith(BUCKETS["gap/text"])}  # 1 less rollout/image_fraction
 
 
 def check_logprob_gap(limits, step: int, metrics: dict[str, float]) -> None:

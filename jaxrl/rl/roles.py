@@ -51,8 +51,8 @@ class Roles:
         self.score = self.scorer(job, "policy")
         self.loss = training.PolicyGradient(
             options=FrozenConfigDict({**c.algorithm, "user": c.user}), temperature=training_temperature(c),
-            staleness=staleness_buckets(c.rollout) if c.ahead else (), value_clip=c.critic.value_clip,
-            value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
+            staleness=staleness_buckets(c.rollout) if c.ahead else (), images=job.model.config.vision is not None,
+            value_clip=c.critic.value_clip, value_coef=c.critic.coef if c.shares_trunk else 0.0, **precision(job))
         self.critic = Critic(job, total_steps) if c.needs_critic else None
         self.reference = None
         if c.needs_reference:
@@ -108,8 +108,9 @@ class Roles:
         """Computes the token columns of log-probs that the loss or the reward reads.
 
         Returns:
-          name -> [T] log-probs (behaviour, old, ref), `support`, and `routes` [T, n * K] where the update replays
-          routes: sampled routes, which proximal log-probs replay too, or the routes of the pass for proximal log-probs.
+          name -> [T] log-probs (behaviour, old, ref), `support`, `behind_image` where rows may have images, and
+          `routes` [T, n * K] where the update replays routes: sampled routes, which proximal log-probs replay too, or
+          the routes of the pass for proximal log-probs.
         """
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
@@ -127,6 +128,8 @@ class Roles:
             out["old"] = out["behaviour"]
         if self.reference is not None:
             out["ref"] = self.reference.score(traj, layout)
+        if self.loss.images:
+            out["behind_image"] = traj.behind_image.astype(np.float32)
         return out
 
     def operations(self, step: int, count, traj) -> dict[str, float]:

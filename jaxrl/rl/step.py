@@ -194,9 +194,6 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     if roles.policy.adapters:
         updates = [training.adapter_set.mean_over_adapters(m) for m in updates]
     metrics = mean_metrics(updates)
-    for bucket in [name for name in metrics if "gap/stale_" in name]:  # sum over the bucket / all tokens
-        share, part = metrics[bucket.replace("gap/stale_", "staleness/")], metrics.pop(bucket)
-        metrics |= {bucket: part / share} if share else {}  # mean over the bucket
     for name, value in mean_metrics([host_scalars(m) for m in of_critic]).items():
         metrics[name.replace("optim/", "value/") if name != "loss" else "value/loss"] = value
     for state in (roles.policy.state, *([critic.state] if critic is not None and of_critic else [])):

@@ -103,6 +103,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("gap/corrected_fraction", "share of tokens whose mismatch weight was truncated or masked"),
     Metric("gap/stale_<first>", "gap/mean over the tokens of one bucket of staleness; with 0 it is arithmetic alone, but for completions "
            "that continued across a weight sync"),
+    Metric("gap/images", "gap/mean over the tokens behind an image; in jobs with images"),
+    Metric("gap/text", "gap/mean over the other tokens of these jobs"),
     Metric("gap/<name>", "further views of the sampler-trainer difference: tokens outside the clip range, mean weight"),
     Metric("old_gap/<name>", "the same between the trainer's scoring pass and its update"),
     Metric("rollout/truncated_fraction", "share of completions cut by the length limit", "trunc", "percent"),
@@ -123,6 +125,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/kept_mass_mean", "mean probability mass the sampler kept under top-p, top-k or min-p"),
     Metric("rollout/tokens", "tokens sampled (SFT: trained on) in the step"),
     Metric("rollout/prompt_tokens", "prompt tokens of the step's sequences"),
+    Metric("rollout/image_fraction", "share of the sampled tokens that have an image before them; in jobs with images"),
     Metric("env/turns", "mean turns of an episode", "turns", "fixed", 1),
     Metric("env/turns_max", "most turns of an episode"),
     Metric("env/segments", "mean sequences of an episode: 1, and one more wherever its history was rewritten"),

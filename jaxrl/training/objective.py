@@ -203,6 +203,7 @@ class PolicyGradient(Objective):
 
     options: Any = None
     staleness: tuple[int, ...] = ()  # first values of the buckets of column "staleness" in which the gap is shown
+    images: bool = False  # whether rows may have images: the gap is shown by column "behind_image", too
     value_coef: float = 0.0  # > 0: the policy's own trunk has a value head, whose loss is added
     value_clip: float = 0.0
 
@@ -227,7 +228,8 @@ class PolicyGradient(Objective):
     def columns(self) -> tuple[str, ...]:
         """Token columns that the loss reads, as the algorithm's options decide."""
         o = self.options
-        return ("behaviour", "advantage", *["staleness"] * bool(self.staleness), *["old"] * self.scores_old,
+        return ("behaviour", "advantage", *["staleness"] * bool(self.staleness),
+                *["behind_image"] * self.images, *["old"] * self.scores_old,
                 *["ref"] * bool(o.kl.coef), *["support"] * o.sampled_support,
                 *(("return", "old_value") if o.advantage == "gae" else ()))
 
@@ -310,8 +312,7 @@ class PolicyGradient(Objective):
 
     def _gap_metrics(self, token, mask, fixed, old, batch):
         """Computes metrics of the log-prob gap d (trainer minus engine): mean and max of |d|, k3, share of tokens
-        outside the clip range; by staleness "staleness/<first>", the share of tokens in a bucket, and
-        "gap/stale_<first>", its part of gap/mean."""
+        outside the clip range; of each bucket of `_gap_buckets` its share of the tokens and its part of gap/mean."""
         if "behaviour" not in batch.columns:
             return {}
         d = jnp.where(mask, old - batch.columns["behaviour"], 0)
@@ -324,11 +325,20 @@ class PolicyGradient(Objective):
             "gap/outside_clip": jnp.sum(token * (outside & mask)),
             "old_gap/max": jnp.max(jnp.abs(jnp.where(mask, fixed - old, 0))),
         }
-        for first, following in zip(self.staleness, (*self.staleness[1:], jnp.inf), strict=False):
-            inside = mask & (batch.columns["staleness"] >= first) & (batch.columns["staleness"] < following)
-            out[f"staleness/{first}"] = jnp.sum(token * inside)
-            out[f"gap/stale_{first}"] = jnp.sum(token * jnp.where(inside, jnp.abs(d), 0))
+        for share, part, inside in self._gap_buckets(mask, batch.columns):
+            out[share] = jnp.sum(token * inside)
+            out[part] = jnp.sum(token * jnp.where(inside, jnp.abs(d), 0))
         return out
+
+    def _gap_buckets(self, mask, columns):
+        """Yields (name of a bucket's share of the tokens, name of its part of gap/mean, [R, S] bool: its tokens)."""
+        for first, following in zip(self.staleness, (*self.staleness[1:], jnp.inf), strict=False):
+            inside = mask & (columns["staleness"] >= first) & (columns["staleness"] < following)
+            yield f"staleness/{first}", f"gap/stale_{first}", inside
+        if self.images:
+            behind = columns["behind_image"] > 0
+            yield "rollout/image_fraction", "gap/images", mask & behind
+            yield "rollout/text_fraction", "gap/text", mask & ~behind
 
     def stops(self, already, metrics):
         """Returns `already`, or whether policy/ratio_mean or policy/approx_kl exceeds its early_stop bound: [] bool."""

@@ -19,7 +19,7 @@ from helpers.tiny_job import get_config
 from jaxrl import training
 from jaxrl.algorithms.distillation import sampled_advantages
 from jaxrl.data import load_tokenizer
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io.tensorfile import list_folder
 from jaxrl.recipes import distill
 from jaxrl.recipes.sft import demonstrations
@@ -99,6 +99,15 @@ def test_a_student_that_is_its_teacher_stays_bitwise_where_it_is(folder, tmp_pat
                 and not name.endswith("_fraction")]
     lines, weights = trained(job(folder, tmp_path / "other", **how))
     assert lines[0]["distill/divergence"] > 0.1 and lines[0]["advantage/abs_mean"] > 0.01
+
+
+@pytest.mark.full
+def test_a_sampler_that_is_too_far_from_the_trainer_ends_the_run(folder, tmp_path):
+    """algorithm.mismatch.stop bounds the gap of each step of distill.loss=sampled."""
+    c = job(folder, tmp_path / "run", reward__functions=(), data__path=("jaxrl://arith/train.jsonl",), data__prompts_per_step=2,
+            algorithm__mismatch__stop=1e-12, algorithm__mismatch__warn=0)
+    with pytest.raises(RunStopped, match="step 1: .*more than algorithm.mismatch.stop=1e-12"):
+        trained(c)
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, va
     steps = [row for row in rows_of(tmp_path / "run") if "loss" in row]
     assert summary["finished"] and len(steps) == 2
     assert all(row["gap/max"] < 1e-4 and 0 < row["packing/patch_fill"] <= 1 for row in steps)
+    of_images = [(row["gap/images"] / row["gap/mean"], row["rollout/image_fraction"], "gap/text" in row) for row in steps]
+    assert of_images == [pytest.approx((1, 1, False), rel=1e-4)] * 2
     kept = {f"images/{path.name}" for path in (tmp_path / "run/images").iterdir()}
     asked = {name for file in (tmp_path / "run/rollouts").iterdir() for row in rows_of(file.parent, file.name) for name in row["images"]}
     assert len(kept) == 3 and len(kept & asked) == 2  # one of each step, one of the held-out set

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import vision_cases as cases
-from helpers.training_helpers import gradient
+from helpers.training_helpers import gradient, policy_objective
 
 from jaxrl import training
 from jaxrl.errors import ConfigError
@@ -18,6 +18,7 @@ from jaxrl.models import build
 from jaxrl.models.families import IMAGES
 from jaxrl.models.vision.positions import Placed, image_rows
 from jaxrl.rl import precompile
+from jaxrl.rl.metrics import mean_metrics
 from jaxrl.sharding import batch_sharding, make_mesh, replicated
 from jaxrl.training.layout import RowShapes, make_layout, row_patches
 from jaxrl.training.pack import pack
@@ -226,6 +227,36 @@ def test_rows_are_closed_by_tokens_or_by_patches_alone():
                        for patches in ((), (8, 40)))
         rows = [[m.rows for mini in one.minibatches for m in mini.microbatches] for one in (text, roomy)]
         assert rows[0] == rows[1] and text.used_tokens == roomy.used_tokens
+
+
+def test_the_gap_is_told_apart_by_images():
+    """gap/images and gap/text are means of |trainer - sampler| over the tokens behind an image and over the others, whatever microbatches these
+    are in; a bucket without tokens has no mean, and a job of text neither."""
+    traj, rng = batch(), np.random.default_rng(2)
+    starts = np.repeat(traj.offsets[:-1], traj.lengths)
+    begins = {s: f for s, f in zip(traj.pictures.sequences[::-1].tolist(), traj.pictures.firsts[::-1].tolist(), strict=True)}
+    behind = np.arange(len(starts)) - starts > np.repeat([begins.get(q, 10**6) for q in range(traj.num_sequences)], traj.lengths)
+    assert np.array_equal(traj.behind_image, behind) and not dataclasses.replace(traj, pictures=None).behind_image.any()
+    columns = {"behaviour": rng.normal(size=len(starts)).astype(np.float32), "advantage": np.ones(len(starts), np.float32),
+               "behind_image": behind.astype(np.float32)}
+    expected = {name: np.abs(columns["behaviour"])[traj.loss_mask & kind].mean() for name, kind in (("gap/images", behind), ("gap/text", ~behind))}
+
+    def found(sequences, images=True):
+        objective, total = policy_objective(images=images), {}
+        weights = training.loss_weights(traj, sequences, "token_mean")
+        for micro in dict(layouts(traj))["tight"].minibatches[0].microbatches:
+            packed = pack(traj, micro, columns, weights)
+            zeros = jnp.zeros(packed.targets.shape)
+            _, metrics = objective.policy_terms(zeros, zeros, packed, packed.weights["token"], packed.sequences > 0, None)
+            total = {name: value + total.get(name, 0) for name, value in metrics.items()}
+        return mean_metrics([{name: float(value) for name, value in total.items()}])
+
+    both = found(np.arange(traj.num_sequences))
+    assert {name: both[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert both["rollout/image_fraction"] == pytest.approx(behind[traj.loss_mask].mean()) and "rollout/text_fraction" not in both
+    of_text = np.flatnonzero(traj.group == 1)
+    assert {"gap/text"} == {"gap/images", "gap/text"} & found(of_text).keys() and found(of_text)["gap/text"] > 0.1
+    assert not {"gap/images", "gap/text", "rollout/image_fraction"} & found(of_text, images=False).keys()
 
 
 def test_rows_without_images_are_what_they_were(model_and_params):

@@ -1,8 +1,8 @@
 """How each family of models resizes an image and cuts it into patches, as data.
 
-Pixels equal those of transformers' Pillow image processors to the bit (its torchvision ones, which it takes where
-torchvision is installed, differ by up to 19 of 255). `preprocessor_config.json` is read; a field of it that would
-change pixels and is not computed here is refused.
+Pixels equal those of transformers' Pillow image processors to the bit. Its torchvision ones, which it takes where
+torchvision is installed, differ by up to 30 of 255 (evidence/torchvision_pixels.py). `preprocessor_config.json` is
+read; a field of it that would change pixels and is not computed here is refused.
 
 Legend: H, W height and width in pixels, C 3 channels, p patch side, m merged patches per side, N patches of an image.
 """
