@@ -12,6 +12,10 @@ from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
 
 _NAME = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.S)
+NOT_FOUND = (  # of a config that a command names
+    "names this config, and it was not found: put it beside the script, or migrate in the checkout; until then the "
+    "source's defaults stand for its keys"
+)
 OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's and OmegaConf's own keys
 
 
@@ -38,6 +42,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
         expected = "expected a script (.sh), YAML (.yaml) or TOML (.toml)"
         raise Unreadable(path.name, "", python if path.suffix in (".py", ".ipynb") else f"{expected}; see {page}")
+    asked = [*(text for text in notes if text.endswith(NOT_FOUND)), *asked]  # nothing weighs more
+    notes[:] = (text for text in notes if not text.endswith(NOT_FOUND))
     for text in overrides:
         if _NAME.fullmatch(text):
             continue
@@ -144,7 +150,5 @@ def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
     for place in (*near, *above):
         if "$" not in str(place) and place.is_file():
             return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
-    notes.append(
-        f"{path.name}: the config {config} that the command names is not at hand; the source's defaults stand for it"
-    )
+    notes.append(f"{config}: {path.name} {NOT_FOUND}")
     return []

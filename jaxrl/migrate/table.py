@@ -153,6 +153,7 @@ class Migration:
         self.files: dict[str, str] = {}
         self.made: list[str] = []  # files that one of these writes, when it is run
         self.facts: dict[str, Any] = {}
+        self.replaced: set[str] = set()  # keys whose default is gone, as the source replaces their table whole
         self._known = {key.name: key for key in table.keys()}
         self.singles = source.settings  # keys of the source, which patterns took together
         self.variables: list[Setting] = []  # no keys of the system: other values of the source refer to them

@@ -68,7 +68,6 @@ AUTOMATIC = (
     ("apply_chat_template_to_dataset", "data.chat=auto", ()),
     ("tfds_download", "rows are of the Hugging Face hub or a file", ()),
     ("max_target_length", "read by peft_main alone", ("optimizer_config.**", "training_config.**")),
-    ("override_config_file", "read with the file that it names", ()),
     (
         "actor_model_config",
         "a table that is not set",
@@ -204,9 +203,10 @@ TABLE = Table(
             ),
             meaning.kl,
         ),
+        Joint("file of keys", (K("override_config_file", "equivalent"),), meaning.file_of_keys),
         K(AGENTIC + "overlong_filter", "unsupported", fine=(False,), why="an episode that is cut keeps its reward"),
         K(AGENTIC + "degenerate_group_masking", "inert", why="groups without advantages add no loss anyway"),
-        K(ROLLOUT + "eos_tokens", "ask", why="model.eos_tokens names the tokens that end a completion"),
+        Joint("ends", (K(ROLLOUT + "eos_tokens", "equivalent", other=["<end_of_turn>"]),), meaning.ends),
         *(K(place + "kl_clamp_value", "unsupported", why="a token's KL is not cut") for place in (GRPO, AGENTIC, PPO)),
         *(
             K(place + name, "unsupported", fine=fine, refuse=True, why="a function of your own: algorithm.policy_loss, algorithm.advantage")
@@ -316,7 +316,7 @@ TABLE = Table(
             why="optax's optimizer takes no such argument, and nothing else clips there: optimizer.max_grad_norm=0",
             also=(VALUE + "max_grad_norm",),
         ),
-        K(OPT + "warmup_ratio", "inert", why="warmup_steps is set, by base_config.yaml too", also=(VALUE + "warmup_ratio",)),
+        K(OPT + "warmup_ratio", "inert", why="Tunix reads warmup_steps alone; without it the warm-up is a tenth of the run", also=(VALUE + "warmup_ratio",)),
         K(OPT + "**", "automatic", why="no counterpart is needed"),
         K(VALUE + "**", "automatic", why="no counterpart is needed"),
         Joint(
@@ -375,7 +375,11 @@ TABLE = Table(
         ),
         Joint(
             "memory",
-            (K(TRAINING + "train_micro_batch_size", "equivalent", other=2), K(TRAINING + "gradient_accumulation_steps", "equivalent", default=1)),
+            (
+                K(TRAINING + "train_micro_batch_size", "equivalent", other=2),
+                K(TRAINING + "compute_logps_micro_batch_size", "equivalent", other=3),
+                K(TRAINING + "gradient_accumulation_steps", "equivalent", default=1),
+            ),
             meaning.memory,
         ),
         Joint(

@@ -90,6 +90,7 @@ def rate(m: Migration, place: str, name: str):
     key = place + name
     if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
         return m[key] if m[key] is not None or place == OPT else m[OPT + name]
+    m.replaced.add(key)
     return OPTAX.get(name)
 
 
@@ -105,6 +106,26 @@ def model(m: Migration):
     given = m.given("tokenizer_config.tokenizer_path")
     if given and m.text("tokenizer_config.tokenizer_type") == "huggingface" and tokenizer.lower() != path.lower():
         m.set("model.tokenizer", tokenizer, "tokenizer_config.tokenizer_path")
+
+
+def file_of_keys(m: Migration):
+    key = "override_config_file"
+    found = not any(text.startswith(f"{m[key]}: ") for text in m.needs_you)
+    m.mark(key, *(("automatic", "read, its keys among these") if found else ("ask", "not found: its keys are not read")))
+
+
+def ends(m: Migration):
+    """Tokens that end a completion: texts are model.eos_tokens, numbers those of the model's own files."""
+    key = ROLLOUT + "eos_tokens"
+    tokens = m.list(key)
+    if tokens and all(isinstance(t, str) for t in tokens):
+        m.set("model.eos_tokens", tuple(tokens), key)
+    elif tokens:
+        m.mark(key, "automatic", "the model's generation_config.json and its tokenizer say what ends a completion")
+        m.differs(
+            f"{key}={tokens}: here completions end at the tokens of the model's generation_config.json and tokenizer; if "
+            "these are others, name them by their text in model.eos_tokens"
+        )
 
 
 def lengths(m: Migration):
@@ -330,6 +351,8 @@ def whole_updates(m: Migration) -> int:
     own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
     if own and (steps := m.integer(key)):
         return steps
+    if not own:
+        m.replaced.add(key)
     share = m.number("train_fraction") or 0.8
     return int((m.integer("num_batches") or 0) * (m.integer("num_train_epochs") or 1) * share)
 
@@ -530,15 +553,33 @@ def remat(m: Migration):
         m.set("model.remat", kinds.get(str(value).upper(), "auto"), key)
 
 
-IN_FP32 = re.compile(r"(?i)qwen[-_]?[23]|gemma[-_]?4")  # fp32 unless the config says otherwise
+# Tunix's table of names (models/naming.py): beginnings of a checkpoint's or a config's name -> the class of the model's
+# config
+CLASSES = {
+    "gemma": ("gemma-", "gemma-1.1-", "gemma-2-", "gemma_", "gemma1p1_", "gemma2_"),
+    "gemma3": ("gemma-3-", "gemma3_"),
+    "gemma4": ("gemma-4-", "gemma4_"),
+    "llama3": ("llama-3-", "llama-3.1-", "llama-3.2-", "llama3_", "llama3p1_", "llama3p2_"),
+    "qwen2": ("qwen2.5-", "deepseek-r1-distill-qwen-", "qwen2p5_", "deepseek_r1_distill_qwen_"),
+    "qwen3": ("qwen3-", "qwen3.5-", "qwen3_", "qwen3p5_"),
+}
+IN_FP32 = ("qwen2", "qwen3", "gemma4")  # classes that compute in fp32 unless the config says otherwise
+
+
+def class_of(model: str) -> str:
+    """Returns Tunix's class of a model's config by the model's id or name, "" where its table has none."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    name = "llama-" + name.removeprefix("meta-llama-") if name.startswith("meta-llama-") else name
+    found = [(len(start), kind) for kind, starts in CLASSES.items() for start in starts if name.startswith(start)]
+    return max(found)[1] if found else ""
 
 
 def dtypes(m: Migration):
     """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
     where it is not set; the others in that of their weights."""
     key, named = owner(m, "dtype"), m.text(owner(m, "dtype"))
-    models = m.text(owner(m, "model_id")) + " " + m.text(MODEL + "model_name")
-    wide = m.version != "0.1.6" and IN_FP32.search(models) and m.text(MODEL + "model_source") != "maxtext"
+    kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
+    wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
     computed = common.DTYPES.get(named) or ("fp32" if wide and not named else "bf16")
     m.set("train.compute_dtype", computed, key)
     m.set("rollout.dtype", computed, key)
@@ -555,10 +596,24 @@ def dtypes(m: Migration):
 
 def memory(m: Migration):
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
-    size = m.integer(TRAINING + "train_micro_batch_size")
+    key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
+    size, group = m.integer(key), m.options["rollout.group_size"][0]
+    shards = max((m.trained_on or 1) // m.options.get("mesh.tp", (1,))[0], 1)  # of the data
+
+    def held(prompts: int) -> int:
+        return -(-prompts * group // shards) * longest
+
     if size:
-        sequences = size * m.options["rollout.group_size"][0]
-        m.set("train.tokens_per_microbatch", sequences * longest, TRAINING + "train_micro_batch_size")
+        m.set("train.tokens_per_microbatch", held(size), key)
+        m.differs(
+            f"micro-batches of {size * group} sequences over {shards} data shards there: here "
+            f"{held(size) // longest} on each, of {longest} tokens (train.tokens_per_microbatch)"
+        )
+    other = m.integer(scored)
+    if other and held(other) != (held(size) if size else 0):
+        m.set("train.score_tokens_per_microbatch", held(other), scored)
+    else:
+        m.mark(scored, "automatic", "as many as the update's")
     m.mark(TRAINING + "gradient_accumulation_steps", "automatic", "it follows from the micro-batch")
 
 
