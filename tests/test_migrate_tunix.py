@@ -144,7 +144,8 @@ def test_max_steps_counts_updates_and_mini_batches_are_sampled_in_turn():
 @pytest.mark.parametrize("model, version, dtype", [
     ("Qwen/Qwen3-1.7B", "0.1.7", "fp32"), ("Qwen/Qwen3-1.7B", "0.1.6", "bf16"), ("google/gemma-4-e2b", "0.1.7", "fp32"),
     ("google/gemma-3-1b-it", "0.1.7", "bf16"), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "0.1.7", "fp32"),
-    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "0.1.7", "bf16"), ("meta-llama/Meta-Llama-3.1-8B", "0.1.7", "bf16"), ("qwen2p5_0p5b", "0.1.7", "fp32"), ("meta-llama/Llama-3.1-8B", "0.1.7", "bf16")])
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "0.1.7", "bf16"),
+    ("meta-llama/Meta-Llama-3.1-8B", "0.1.7", "bf16"), ("qwen2p5_0p5b", "0.1.7", "fp32"), ("meta-llama/Llama-3.1-8B", "0.1.7", "bf16")])
 def test_a_models_config_has_a_dtype_of_its_own(model, version, dtype):
     m = migrated("tunix", {"model_config.model_id": model}, version)
     v = values(m)

@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
         if not gpus:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
-        source = read(table, Path(file), overrides)
-        m = Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run()
+        given = gpus if "gpus" in flags else 0
+        m = Migration(table, read(table, Path(file), overrides, given), version, given, name_of(file)).run()
         m = each_start.settle(trained(m).ask_data())
         if "from-version" not in flags:
             m.ask_version()

@@ -19,12 +19,13 @@ NOT_FOUND = (  # of a config that a command names
 OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's and OmegaConf's own keys
 
 
-def read(table: Table, path: Path, overrides: list[str]) -> Source:
-    """Returns all settings of a file and of the overrides after it. Raises Unreadable."""
+def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Source:
+    """Returns all settings of a file and of the overrides after it. gpus: devices of the job, 0 = not known. Raises
+    Unreadable."""
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}
-    command, asked = "", []
+    command, asked, computed = "", [], []
     if not path.is_file():
         raise Unreadable(str(path), "", "no such file")
     if path.suffix in (".yaml", ".yml", ".json"):
@@ -32,7 +33,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     elif path.suffix == ".toml":
         merge(settings, read_toml(path))
     elif path.suffix in (".py", ".ipynb") and table.calls:
-        command, found, asked = read_python(path, table.calls)
+        command, found, computed, asked = read_python(path, table.calls, environment, gpus)
         merge(settings, found, table.groups)
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
@@ -51,8 +52,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         if not new:
             raise Unreadable("the command line", text[:80], "expected key=value")
         merge(settings, new, table.groups)
-    if not settings and asked:
-        raise Unreadable(path.name, "", asked[0])
+    if not settings and (asked or computed):
+        raise Unreadable(path.name, "", asked[0] if asked else computed[0][1])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
     referred: set[str] = set()
@@ -64,8 +65,9 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     for s in settings.values():  # a key that named a table
         merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
     asked = [text for text in asked if text.partition("=")[0] not in flat]
+    computed = tuple(pair for pair in computed if pair[0].key not in flat)
     return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked),
-                  frozenset(referred))
+                  frozenset(referred), computed)
 
 
 def _flag(text: str) -> list[Setting]:

@@ -203,6 +203,11 @@ TABLE = Table(
             ),
             meaning.kl,
         ),
+        Joint(
+            "chat",
+            (K("chat_parser_config.enable_thinking", "equivalent", other=False, beside={"chat_parser_config.type": "gemma4"}),),
+            meaning.chat,
+        ),
         Joint("file of keys", (K("override_config_file", "equivalent"),), meaning.file_of_keys),
         K(AGENTIC + "overlong_filter", "unsupported", fine=(False,), why="an episode that is cut keeps its reward"),
         K(AGENTIC + "degenerate_group_masking", "inert", why="groups without advantages add no loss anyway"),
@@ -316,7 +321,12 @@ TABLE = Table(
             why="optax's optimizer takes no such argument, and nothing else clips there: optimizer.max_grad_norm=0",
             also=(VALUE + "max_grad_norm",),
         ),
-        K(OPT + "warmup_ratio", "inert", why="Tunix reads warmup_steps alone; without it the warm-up is a tenth of the run", also=(VALUE + "warmup_ratio",)),
+        K(
+            OPT + "warmup_ratio",
+            "inert",
+            why="Tunix reads warmup_steps alone; without it the warm-up is a tenth of the run",
+            also=(VALUE + "warmup_ratio",),
+        ),
         K(OPT + "**", "automatic", why="no counterpart is needed"),
         K(VALUE + "**", "automatic", why="no counterpart is needed"),
         Joint(
@@ -328,6 +338,7 @@ TABLE = Table(
                 K(ACTOR + "mesh.axis_names", "equivalent"),
                 K("rollout_model_config.mesh.shape", "equivalent", other="(4,1)"),
                 K("rollout_model_config.mesh.axis_names", "equivalent"),
+                K("rollout_model_config.mesh.devices", "equivalent"),
                 K("rollout_model_config.mesh", "equivalent"),
                 K("reference_model_config.mesh", "equivalent"),
                 K(CRITIC + "mesh", "equivalent"),

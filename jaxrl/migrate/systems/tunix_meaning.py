@@ -481,6 +481,9 @@ def critics_optimizer(m: Migration):
     common.critics_optimizer(m, theirs)
 
 
+AXES = ("fsdp", "tp")  # of a mesh, Tunix's usual ones
+
+
 def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
     """Returns axis -> size of a mesh, of texts such as "(2,4)" and "('fsdp','tp')"."""
 
@@ -489,29 +492,37 @@ def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
         return list(found) if isinstance(found, list | tuple) else [found]
 
     try:
-        sizes, axes = parts(m[key]), parts(m[names])
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        sizes, axes = [int(s) for s in parts(m[key])], [str(a) for a in parts(m[names])]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise m.wrong(key, 'sizes such as "(2,4)"') from None
-    return {str(a): int(s) for a, s in zip(axes, sizes, strict=False)}
+    if len(sizes) != len(axes) and not (m.given(names) and m.given(key)) and len(sizes) <= len(AXES):
+        axes = list(AXES)[: len(sizes)]
+    if len(sizes) != len(axes):
+        raise m.wrong(key, f"a size for each of {names}={tuple(axes)}")
+    return dict(zip(axes, sizes, strict=True))
 
 
 def layout(m: Migration):
     shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
     sizes = _sizes(m, shape, names)
-    count = math.prod(sizes.values())
+    known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
+    count = math.prod(sizes.values()) if known else 0
     tp, keys = sizes.get("tp", sizes.get("tensor", 1)), (shape, names)
     mesh(m, keys, keys, tp=tp, gpus=count, fsdp=sizes.get("fsdp", 0))
     m.gpus = m.gpus or count
-    m.facts["chips"] = count
     m.set("rollout.engine", "jax", "rollout_engine")
-    other = "rollout_model_config.mesh.shape"
-    if m[other] is not None:
+    other, places = "rollout_model_config.mesh.shape", "rollout_model_config.mesh.devices"
+    if m[other] is not None and m.text(places) == "actor":
+        m.differs(f"the sampler has the mesh {m[other]} over the actor's chips there; here it has the policy's mesh")
+        for key in (other, "rollout_model_config.mesh.axis_names"):
+            m.mark(key, "automatic", "the sampler is on the policy's chips")
+    elif m[other] is not None and known:
         axes = "rollout_model_config.mesh.axis_names"
         theirs = _sizes(m, other, axes if m[axes] is not None else names)
         more = math.prod(theirs.values())
         m.set("mesh.roles.policy", {"devices": ranges(list(range(count)))}, *keys)
         m.set("mesh.roles.sampler", {"devices": ranges(list(range(count, count + more)))}, other)
-        m.facts["chips"] = count + more
+        m.facts["GPUs"] = f"{count + more}: {count} that train and {more} that sample"
     if m.text("rollout_engine") != "vanilla":
         m.differs(
             "completions are sampled by jaxrl's embedded sampler, not by vLLM or SGLang-JAX: the same distribution"
@@ -520,10 +531,16 @@ def layout(m: Migration):
         rest(m, "host", "offload_to_cpu")
 
 
+def chat(m: Migration):
+    """Whether the template lets the model think: Gemma 4's parser alone reads it from the command line."""
+    key = "chat_parser_config.enable_thinking"
+    if m.given(key) and (m.table.job == "program" or m.text("chat_parser_config.type") == "gemma4"):
+        m.set("data.chat_template_kwargs.enable_thinking", m.flag(key), key)
+
+
 def adapters(m: Migration):
     place = ACTOR if m[ACTOR + "lora_config.rank"] is not None else MODEL
-    rank = m[place + "lora_config.rank"]
-    if rank is None:
+    if not m[place + "lora_config.rank"]:
         return
     alpha, modules = place + "lora_config.alpha", place + "lora_config.module_path"
     names = re.split(r"\|", m.text(modules) or m.text(ACTOR + "lora_config.module_path"))
@@ -574,21 +591,27 @@ def class_of(model: str) -> str:
     return max(found)[1] if found else ""
 
 
-def dtypes(m: Migration):
-    """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
-    where it is not set; the others in that of their weights."""
-    key, named = owner(m, "dtype"), m.text(owner(m, "dtype"))
-    kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
+def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
+    """Sets and returns the trainer's dtype: by its key, else fp32 of some classes of models, else the usual one."""
+    named = common.DTYPES.get(m.text(key))
     wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
-    computed = common.DTYPES.get(named) or ("fp32" if wide and not named else "bf16")
-    m.set("train.compute_dtype", computed, key)
-    m.set("rollout.dtype", computed, key)
-    if computed == "fp32" and not named:
-        m.set("run.matmul_precision", "default", key)
+    found = named or ("fp32" if wide else usual)
+    m.set("train.compute_dtype", found, key, *keys)
+    if wide and not named:
+        m.set("run.matmul_precision", "default", key, *keys)
         m.differs(
             "Tunix computes this model in fp32, with products at the platform's default precision, where "
             "model_config.dtype is not set; so does this config. bf16 is faster: train.compute_dtype, rollout.dtype"
         )
+    return found
+
+
+def dtypes(m: Migration):
+    """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
+    where it is not set; the others in that of their weights."""
+    key = owner(m, "dtype")
+    kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
+    m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
     loaded = m[ACTOR + "load_dtype"]
     held = common.DTYPES.get(str(loaded), "bf16") if loaded is not None else "bf16"
     m.set("train.param_dtype", held, ACTOR + "load_dtype")
