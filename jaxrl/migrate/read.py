@@ -136,7 +136,8 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
             mine = fits and not _NAME.fullmatch(text)
             out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]
         i += 1
-    return [*(s for config in configs for s in _named_config(path, folder, config, notes)), *out]
+    named = [s for config in configs for s in _named_config(path, folder, config, notes, table.own_configs)]
+    return [*named, *out]
 
 
 def _value(word: str) -> bool:
@@ -144,13 +145,15 @@ def _value(word: str) -> bool:
     return not re.match(r"-+[A-Za-z]", word) and not word.endswith(".py")
 
 
-def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
-    """Returns the config that a command names, where it lies beside the script."""
+def _named_config(path: Path, folder: str, config: str, notes, own: str) -> list[Setting]:
+    """Returns the config that a command names, where it lies beside the script. own: pattern of the system's own."""
     name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
     above = (place / name for place in path.resolve().parents)
     near = (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name)
     for place in (*near, *above):
         if "$" not in str(place) and place.is_file():
             return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
-    notes.append(f"{config}: {path.name} {NOT_FOUND}")
+    defaults = "its values are the defaults here, as those of the version are"
+    known = own and re.fullmatch(own, Path(name).stem)
+    notes.append(f"{path.name}: {config} is the system's: {defaults}" if known else f"{config}: {path.name} {NOT_FOUND}")
     return []

@@ -99,6 +99,7 @@ class Table:
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
     groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
+    own_configs: str = ""  # pattern of names of its own files, whose values are the defaults here
     config_words: str = ""  # pattern of a command's words that name files of keys, the file as its first group
     required: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = None  # python_files.Calls: what a program in Python is read for
