@@ -3,6 +3,7 @@
 import ast
 import json
 import shlex
+import sys
 
 import pytest
 from test_migrate import migrated, values
@@ -13,6 +14,8 @@ from jaxrl.migrate import each_start
 from jaxrl.migrate.awk import computed
 from jaxrl.migrate.report import because, config_text, left_out
 from jaxrl.planning.case import case_of
+from jaxrl.rewards.calling import Call
+from jaxrl.workers.loading import LoadError
 
 SCRIPT = """batches=${batches:-40}
 share=${share:-0.1}
@@ -249,3 +252,19 @@ def test_the_plan_of_a_job_with_chips_apart_runs_as_printed(tmp_path):
     more = {"run.mode": "plan", "plan.target": "h100:4", "model.path": str(tmp_path)}
     config = load_config(str(tmp_path / "job.py"), {**given, **more})
     assert case_of(config, hf).mesh["fsdp"] == 4
+
+
+def test_a_reward_file_that_imports_what_is_not_here_is_one_line(tmp_path, monkeypatch):
+    """The checkout's own modules are found; what else is missing is said before a step, with its name."""
+    m = migrated("tunix", {"model_config.model_id": "a/b", "reward_functions": ["mine/reward.py"]})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "of_the_checkout.py").write_text("BONUS = 2.0\n")
+    (tmp_path / "mine" / "reward.py").write_text("import of_the_checkout\ndef f(prompts, completions, **rows):\n    return [of_the_checkout.BONUS]\n")
+    (tmp_path / "job_reward.py").write_text(m.files["job_reward.py"])
+    monkeypatch.setenv("TUNIX", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    call = Call(f"{tmp_path / 'job_reward.py'}:score", "job", {})
+    assert call.fn("q", "a") == 2.0
+    (tmp_path / "mine" / "reward.py").write_text("import missing_metrics\n")
+    with pytest.raises(LoadError, match="mine/reward.py: No module named 'missing_metrics': install what it imports"):
+        Call(f"{tmp_path / 'job_reward.py'}:score", "job", {})

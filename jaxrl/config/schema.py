@@ -543,7 +543,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
                      " target's roofline"),
         "lengths": O((), "completion lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
         "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
-                            " without)", choices=("fast", "full")),
+                            " without); of a plan for GPUs: full compiles the update for a TPU, too, to check what is counted", choices=("fast", "full")),
         "timeout_seconds": O(600.0, "longest compilation of a plan", bound=">0"),
     },
     "profile": {

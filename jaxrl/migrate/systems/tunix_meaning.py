@@ -27,25 +27,31 @@ TARGETS = {  # names of Tunix's layers in module_path -> projections
 }
 REWARD = '''"""Tunix's reward files, called as it does: each function gets lists, and a completion's score is their sum.
 
-The files lie where Tunix was started; put its checkout's folder into the environment variable TUNIX.
+The files lie where Tunix was started; put its checkout's folder into the environment variable TUNIX. What they import
+has to be in this environment; Tunix itself is found in the checkout.
 """
 
 import importlib.util
 import inspect
 import os
+import sys
 
 FILES = {files!r}
 _functions = []
 
 
 def prepare():
+    sys.path.append(os.path.abspath(os.environ.get("TUNIX", ".")))
     for file in FILES:
         place = os.path.join(os.environ.get("TUNIX", "."), file)
         if not os.path.exists(place):
             raise RuntimeError(f"{{place}}: not found; name the folder that {{file}} is below in the variable TUNIX")
         spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), place)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as e:
+            raise RuntimeError(f"{{file}}: {{e}}: install what it imports in this environment, or write the reward in {{__file__}}")
         own = (f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__)
         _functions.extend(own)
 
@@ -336,7 +342,10 @@ def data(m: Migration):
     if files:
         common.reward_file(m, REWARD.format(files=files), "reward_functions")
         m.set("reward.env", ("TUNIX",), "reward_functions")  # workers see no other variable
-        m.needs(f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER")
+        m.needs(
+            f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER, in an "
+            "environment that has what they import"
+        )
     if m.flag("verl_compatible"):
         m.lacks(
             "verl_compatible",
