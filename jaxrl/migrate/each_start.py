@@ -52,7 +52,7 @@ def settle(m: Migration) -> Migration:
             if not name.strip("/."):
                 del m.options[option]
             m.differs(
-                f"run.dir: there each start has a folder of its own, by {' '.join(parts)}; here it is one, and a second "
-                "start goes on with the first run (run.resume=auto): give --config.run.dir=FOLDER for another run"
+                f"run.dir: there each start has a folder of its own, by {' '.join(parts)}; here it is one, and a "
+                "second start resumes the first run (run.resume=auto): give --config.run.dir=FOLDER for another one"
             )
     return m

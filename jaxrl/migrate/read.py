@@ -155,5 +155,6 @@ def _named_config(path: Path, folder: str, config: str, notes, own: str) -> list
             return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
     defaults = "its values are the defaults here, as those of the version are"
     known = own and re.fullmatch(own, Path(name).stem)
-    notes.append(f"{path.name}: {config} is the system's: {defaults}" if known else f"{config}: {path.name} {NOT_FOUND}")
+    text = f"{path.name}: {config} is the system's: {defaults}" if known else f"{config}: {path.name} {NOT_FOUND}"
+    notes.append(text)
     return []

@@ -268,7 +268,8 @@ class _Walk:
                 while not self.words[self.i].op:
                     self.i += 1
                 rest = [w.text for w in self.words[start : self.i]]
-                other = self.test(rest if rest[:1] and rest[0] in ("[", "[[", "test") else ["[[", *rest])  # [[ a && b ]]
+                whole = rest[:1] and rest[0] in ("[", "[[", "test")
+                other = self.test(rest if whole else ["[[", *rest])  # [[ a && b ]]
                 both = None in (decided, other)
                 decided = None if both else (decided and other) if joint == "&&" else (decided or other)
             if decided is None:

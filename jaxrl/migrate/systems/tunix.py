@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, SFT, Job
 from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems import tunix_optimizer
 from jaxrl.migrate.systems.tunix_calls import CALLS
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, CRITIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING, VALUE
 from jaxrl.migrate.table import Joint, Key, Since, Table
@@ -293,7 +294,7 @@ TABLE = Table(
                     ("exponent", None, None, {}),
                 )
             ),
-            meaning.optimizer,
+            tunix_optimizer.optimizer,
         ),
         Joint(
             "critic's optimizer",
@@ -313,7 +314,7 @@ TABLE = Table(
                     *((n, None) for n in ("transition_steps", "transition_begin", "exponent")),
                 )
             ),
-            meaning.critics_optimizer,
+            tunix_optimizer.critics_optimizer,
         ),
         K(
             OPT + "max_grad_norm",

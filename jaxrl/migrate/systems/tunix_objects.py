@@ -83,7 +83,8 @@ def _meshes(calls, known, file: str) -> Found:
 
 
 def _places(mine: str, theirs: str) -> Any:
-    """Whether the sampler has chips of its own ("own") or the actor's ("actor"); Computed where the text does not say."""
+    """Whether the sampler has chips of its own ("own") or the actor's ("actor"); Computed where the text does not
+    say."""
     ends = [("first" if not text or text.startswith("[:") and not text.startswith("[:-") else
              "last" if text.startswith("[") and text.endswith(":]") else "") for text in (mine, theirs)]
     if "" in ends:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxrl.migrate import common
 from jaxrl.migrate.derived import defaults
 from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems import tunix_optimizer
 from jaxrl.migrate.systems.tunix import TABLE
 from jaxrl.migrate.systems.tunix_calls import AXES, CLIP, SHAPE
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING
@@ -91,7 +92,7 @@ def run(m: Migration):
 
 
 def optimizer(m: Migration):
-    meaning.kind_of_optimizer(m)
+    tunix_optimizer.kind_of_optimizer(m)
     if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value", "value", "init_value")):
         m.needs("optimizer.lr: no learning rate of optax is found: give "
                 f"{OPT}learning_rate=RATE after the file")
@@ -100,7 +101,7 @@ def optimizer(m: Migration):
             m.set(f"optimizer.{name}", float(meaning.OPTAX[name] if value is None else value), OPT + name)
         m.set("optimizer.schedule", "constant", OPT + "schedule_type")
     else:
-        meaning.optimizer(m)
+        tunix_optimizer.optimizer(m)
         m.options.pop("optimizer.max_grad_norm")
     m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP, OPT + "opt_type")
 
