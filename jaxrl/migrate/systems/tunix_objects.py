@@ -139,21 +139,26 @@ def _model(nodes, known, file: str) -> Found:
     """The name of a model's config, ModelConfig.NAME(), and what is assigned to its attributes."""
     configs = set()
     for node in nodes:
-        call = node.value if isinstance(node, ast.Assign) else node
-        func = call.func if isinstance(call, ast.Call) else None
-        if not isinstance(func, ast.Attribute) or ast.unparse(func.value).rpartition(".")[2] != "ModelConfig":
-            continue
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _model_config(node.value):
             configs.add(node.targets[0].id)
-            continue  # its call comes by itself
-        yield MODEL + "model_name", func.attr, f"{file}:{node.lineno}"
-        for keyword in node.keywords:
-            if keyword.arg:
-                yield MODEL + keyword.arg, known.value(keyword.value), f"{file}:{node.lineno}"
+        elif isinstance(node, ast.Call) and (name := _model_config(node)):
+            yield MODEL + "model_name", name, f"{file}:{node.lineno}"
+            for keyword in node.keywords:
+                if keyword.arg:
+                    yield MODEL + keyword.arg, known.value(keyword.value), f"{file}:{node.lineno}"
     for node in nodes:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in configs:
+        if not isinstance(node, ast.Assign) or not isinstance(target, ast.Attribute):
+            continue
+        if isinstance(target.value, ast.Name) and target.value.id in configs:
             yield MODEL + target.attr, known.value(node.value), f"{file}:{node.lineno}"
+
+
+def _model_config(node: ast.AST) -> str:
+    """Returns NAME of ModelConfig.NAME(), "" of anything else."""
+    func = node.func if isinstance(node, ast.Call) else None
+    of = ast.unparse(func.value).rpartition(".")[2] if isinstance(func, ast.Attribute) else ""
+    return func.attr if isinstance(func, ast.Attribute) and of == "ModelConfig" else ""
 
 
 def _adapters(nodes, calls, known, file: str) -> Found:
@@ -174,4 +179,4 @@ def _adapters(nodes, calls, known, file: str) -> Found:
             yield LORA + "rank", Computed(f"{what}, if the policy has the adapters of LoraProvider, or 0,"), where
         for name, value in places.items():
             if value is not None:
-                yield LORA + name, known.value(value), f"{file}:{value.lineno}"
+                yield LORA + name, known.value(value), f"{file}:{getattr(value, 'lineno', node.lineno)}"

@@ -118,7 +118,7 @@ def dtypes(m: Migration):
     m.set("rollout.dtype", computed if own == "auto" else own, MODEL + "dtype", engine)
     if not found or not kind and not m.given(MODEL + "dtype"):
         m.needs("train.param_dtype, train.compute_dtype: the program's models say in which dtype weights are kept and computed; "
-                f"here {found or 'fp32'} and {computed}")
+                f"here {found or 'fp32'} and {computed}; give {key}=VALUE and {MODEL}dtype=VALUE after the file")
 
 
 # other values that change a program's config; None = none does: no call of a program gives the key, or only one value is read
@@ -148,11 +148,13 @@ MORE = (
         *(f"{ROLLOUT}rollout_vllm_{name}" for name in VLLM), *(f"{ROLLOUT}rollout_sglang_jax_{name}" for name in SGLANG))),
     Key(ROLLOUT + "tensor_parallel_size", "automatic", why="the sampler is on the policy's mesh, or on mesh.roles.sampler", also=(
         ROLLOUT + "data_parallel_size", ROLLOUT + "expert_parallel_size")),
+    Key(MODEL + "param_dtype", "automatic", why="weights are kept in the dtype that create_model_from_safe_tensors is given"),
+    Key(MODEL + "shd_config", "automatic", why="weights are sharded by the mesh"),
     Key(ROLLOUT + "seed", "automatic", why="drawn by run.seed"),
     Key(ROLLOUT + "data_type", "automatic", why="the sampler computes as the trainer, or in rollout.dtype"),
     Key(ROLLOUT + "rollout_vllm_kwargs", "automatic", why="the embedded sampler has no options of vLLM", also=(
-        ROLLOUT + "rollout_vllm_kwargs.*", ROLLOUT + "rollout_mapping_config", ROLLOUT + "rollout_vllm_additional_config",
-        ROLLOUT + "rollout_vllm_additional_config.*", ROLLOUT + "rollout_vllm_lora_config", ROLLOUT + "rollout_vllm_lora_config.*",
+        ROLLOUT + "rollout_vllm_kwargs.**", ROLLOUT + "rollout_mapping_config", ROLLOUT + "rollout_vllm_additional_config",
+        ROLLOUT + "rollout_vllm_additional_config.**", ROLLOUT + "rollout_vllm_lora_config", ROLLOUT + "rollout_vllm_lora_config.**",
         ROLLOUT + "rollout_vllm_logprobs_mode", ROLLOUT + "rollout_vllm_hf_config_path")),
     Key(ROLLOUT + "rollout_vllm_sampling_kwargs.*", "ask", why="options of sampling: rollout.stop, rollout.top_p and their like"),
     Key(AGENTIC + "filter_statuses", "inert", why="read with overlong_filter alone"),
