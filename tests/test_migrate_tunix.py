@@ -99,6 +99,13 @@ def test_agents_are_episodes_and_a_mesh_of_the_rollouts_own_a_role():
     v = values(m)
     assert v["env.max_turns"] == 8 and "WRITE HERE" in m.files["job_env.py"] and v["algorithm.old_logprobs"] == "rollout"
     assert (v["mesh.roles.policy"], v["mesh.roles.sampler"]) == ({"devices": "0-3"}, {"devices": "4-5"})
+    assert (v["env.episode_seconds"], v["env.step_seconds"]) == (1800.0, 1800.0) and "env.in_flight" not in v
+    more = {"training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "agentic_grpo_config.max_turns": 6,
+            "agentic_grpo_config.per_turn_timeout_secs": 200, "agentic_grpo_config.max_concurrency": 64}
+    v = values(migrated("tunix", {"model_config.model_id": "a/b", **more}))
+    assert (v["env.episode_seconds"], v["env.in_flight"]) == (1200.0, 64)
+    v = values(migrated("tunix", {"model_config.model_id": "a/b", **more, "agentic_grpo_config.episode_timeout": 5400}))
+    assert v["env.episode_seconds"] == 5400.0
 
 
 OPT = "rl_training_config.actor_optimizer_config."

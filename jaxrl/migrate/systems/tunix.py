@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, SFT, Job
 from jaxrl.migrate.systems import tunix_meaning as meaning
-from jaxrl.migrate.systems import tunix_optimizer
+from jaxrl.migrate.systems import tunix_optimizer, tunix_turns
 from jaxrl.migrate.systems.tunix_calls import CALLS
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, CRITIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING, VALUE
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 ON_PPO, TWO = {PPO + "gae_lambda": 0.9}, {"batch_size": 16}
+TURNS = {"training_mode": "agentic_grpo", "env_class_path": "game.Lake", AGENTIC + "max_turns": 3}
 COSINE, DRAWN = "warmup_cosine_decay_schedule", {ROLLOUT + "return_logprobs": True}
 FALL = {OPT + "schedule_type": "cosine_decay_schedule", OPT + "init_value": 2e-5, OPT + "decay_steps": 100}
 LINE = {OPT + "schedule_type": "linear_schedule", OPT + "init_value": 2e-5, OPT + "transition_steps": 40}
@@ -95,7 +96,6 @@ AUTOMATIC = (
     (TRAINING + "checkpointing_options.**", "a checkpoint is whole", ()),
     (TRAINING + "**", "no counterpart is needed", ()),
     (ROLLOUT + "**", "the sampler's own choice", ()),
-    (AGENTIC + "max_concurrency", "env.in_flight", (AGENTIC + "episode_timeout", AGENTIC + "per_turn_timeout_secs")),
     (AGENTIC + "**", "no counterpart is needed", ()),
 )
 
@@ -412,8 +412,11 @@ TABLE = Table(
                 K("agent_kwargs.*", "equivalent"),
                 K("env_kwargs.*", "equivalent"),
                 K(AGENTIC + "off_policy_steps", "equivalent", default=0),
+                K(AGENTIC + "max_concurrency", "equivalent", other=4, beside=TURNS),
+                K(AGENTIC + "episode_timeout", "equivalent", other=90.0, beside=TURNS),
+                K(AGENTIC + "per_turn_timeout_secs", "equivalent", other=20.0, beside=TURNS),
             ),
-            meaning.turns,
+            tunix_turns.turns,
         ),
         K("agentic_ppo_config.**", "inert", why="Tunix has no agentic PPO yet", also=("agentic_ppo_config",)),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),

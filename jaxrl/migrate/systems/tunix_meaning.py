@@ -6,7 +6,7 @@ import ast
 import math
 import re
 
-from jaxrl.migrate import common, episodes
+from jaxrl.migrate import common
 from jaxrl.migrate.devices import mesh, ranges, rest
 from jaxrl.migrate.table import Migration
 
@@ -562,30 +562,3 @@ def places(m: Migration):
     every = m.options["checkpoint.every_steps"][0]
     if every and common.updates(m) > 1:  # counted in updates there
         m.set_again("checkpoint.every_steps", max(round(every / common.updates(m)), 1))
-
-
-def turns(m: Migration):
-    if algorithm(m) != AGENTIC:
-        return
-    env, agent, bound = m.text("env_class_path"), m.text("agent_class_path"), m.integer(AGENTIC + "max_turns")
-    ahead = m.integer(AGENTIC + "off_policy_steps")
-    if ahead:
-        m.set("rollout.max_staleness", ahead, AGENTIC + "off_policy_steps")
-    if not env and not agent and (bound or 1) == 1:
-        m.mark(AGENTIC + "max_turns", "automatic", "one turn")
-        return
-    said = [
-        f"{s.key}={s.value}"
-        for name in ("agent_class_path", "env_class_path", "agent_kwargs.*", "env_kwargs.*")
-        for s in m.all(name)
-    ]
-    steps = next((s for s in m.all("env_kwargs.*") if s.key.endswith("max_steps")), None)
-    turns_ = bound or (int(steps.value) if steps and isinstance(steps.value, int) else None)
-    if not m.list("reward_functions"):
-        m.set("reward.functions", (), "reward_functions")
-    keys = (AGENTIC + "max_turns",) if bound else ("env_class_path", "env_kwargs.*")
-    episodes.episode(m, env or agent, said, turns_, *keys)
-    both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
-    episodes.longest(m, both, ROLLOUT + "total_generation_steps")
-    for s in (*m.all("agent_class_path"), *m.all("agent_kwargs.*"), *m.all("env_kwargs.*")):
-        m.mark(s.key, "ask", "written into the stub of the episode")
