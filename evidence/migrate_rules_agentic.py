@@ -122,13 +122,27 @@ def _adapters(get) -> tuple:
 
 
 def _dtype_of_tunix(get, model: str, version: str) -> str | None:
-    """Qwen2, Qwen3 and Gemma 4 multiply in their config's dtype, fp32 where it is not set (since 0.1.7); the others in the weights' own."""
+    """Qwen2, Qwen3 and Gemma 4 multiply in their config's dtype, fp32 where it is not set (since 0.1.7); the others in the weights' own. Which
+    a model is, models/naming.py says: DeepSeek-R1-Distill-Qwen is Qwen2. (That line is of the reader's author: a walk showed the pattern on the
+    name, in both, to be wrong.)"""
     named = get("actor_model_config.dtype") or get("model_config.dtype")
     if named:
         return {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[named]
     if get("model_config.model_source") == "maxtext":
         return None  # MaxText says
-    return "fp32" if version >= "0.1.7" and re.search("qwen-?[23]|gemma-?4", model.lower()) else None
+    of_fp32 = ("qwen2.5-", "qwen3-", "qwen3.5-", "deepseek-r1-distill-qwen-", "gemma-4-", "qwen2p5_", "qwen3_", "qwen3p5_",
+               "deepseek_r1_distill_qwen_", "gemma4_")
+    return "fp32" if version >= "0.1.7" and model.lower().split("/")[-1].startswith(of_fp32) else None
+
+
+def _held(get, c, micro: int, group: int) -> tuple:
+    """(tokens of a micro-batch on a data shard here, there): train_micro_batch_size prompts and their completions lie over the mesh's fsdp axis
+    (data_sharding_axis), a row at least on each (rl/common.py, sft/sharding_utils.py). Of the reader's author, by the same walk."""
+    mesh = next((get(t + ".mesh.shape") for t in ("actor_model_config", "model_config") if get(t + ".mesh.shape")), "(2,2)")
+    axes = next((get(t + ".mesh.axis_names") for t in ("actor_model_config", "model_config") if get(t + ".mesh.axis_names")), "fsdp,tp")
+    sizes = dict(zip(re.findall("[a-z]+", str(axes)), _numbers(mesh), strict=False))
+    rows = math.ceil(micro * group / sizes.get("fsdp", 1))
+    return c.train.tokens_per_microbatch, rows * (c.data.max_prompt_tokens + c.rollout.max_new_tokens)
 
 
 AGGREGATION = {"sequence-mean-token-mean": "sequence_mean", "token-mean": "token_mean", "seq-mean-token-sum": "sequence_sum",
@@ -183,6 +197,8 @@ def tunix(k, c, version: str) -> dict:
         "evaluation": ((c.eval.every_steps, c.eval.after), (0, False)),  # its command line hands the trainer no held-out rows
         "adapters": (c.lora.rank, rank),
     }
+    if get(t + "train_micro_batch_size"):
+        rows["micro-batch"] = _held(get, c, int(get(t + "train_micro_batch_size")), group)
     if not updates:  # what the rows decide: passes over them
         rows["length"] = ((c.train.steps or None, c.data.epochs), (None, get("num_train_epochs") or 1))
     else:

@@ -124,7 +124,7 @@ TRANSFORMER = A + "megatron.override_transformer_config."
     ("skyrl", {"trainer.policy.megatron_config.transformer_config_kwargs.moe_z_loss_coeff": 0.001}),
     ("roll", {"actor_train.strategy_args.strategy_config.fp8": "hybrid"}), ("roll", {"actor_train.strategy_args.strategy_config.yarn_mscale": 1.0}),
     ("cosmos_rl", {"train.train_policy.enable_dp_load_balancing": True}),
-    ("tunix", {"training_mode": "agentic_grpo", "agentic_grpo_config.overlong_filter": True}), ("tunix", {"rollout_config.eos_tokens": [1, 106]}),
+    ("tunix", {"training_mode": "agentic_grpo", "agentic_grpo_config.overlong_filter": True}),
 ])
 def test_what_changes_training_below_a_table_that_needs_nothing_is_named(system, settings):
     """Keys of tables whose other keys are automatic."""

@@ -52,10 +52,14 @@ def main():
 '''
 
 
+def known_keys(report):
+    return {k["key"]: k["value"] for k in report["keys"] if not k["note"].startswith("computed")}
+
+
 def test_literals_are_read_and_what_is_computed_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "job.py").write_text(GRPO)
     status, report, out = run(tmp_path, GRPO, "--gpus=2", name="job.py", system="trl")
-    keys = {k["key"]: k["value"] for k in report["keys"]}
+    keys = known_keys(report)
     assert status == 0 and report["outcome"] == "partial"
     assert keys == {
         "dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "train", "output_dir": "runs/someone/small-grpo",
@@ -103,7 +107,7 @@ SFTTrainer(model="a/b", args=args, peft_config=lora, train_dataset=load_dataset(
 
 def test_values_that_a_program_assigns_to_its_config_are_read_or_asked_for(tmp_path):
     _, report, _ = run(tmp_path, ASSIGNED, "--gpus=2", name="job.py", system="trl")
-    keys = {k["key"]: k["value"] for k in report["keys"]}
+    keys = known_keys(report)
     assert keys["warmup_steps"] == 7 and keys["lora_alpha"] == 64 and keys["lr_scheduler_kwargs.min_lr_rate"] == 0.1
     assert keys.keys().isdisjoint(("learning_rate", "max_length", "weight_decay"))
     asked = [text for text in report["needs_you"] if text.startswith(("learning_rate", "max_length="))]
@@ -242,7 +246,7 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     assert not [k for k in report["keys"] if k["kind"] == "unknown"]
     asked = [text.partition("=")[0] for text in report["needs_you"] if " is computed" in text]
     assert any(text.startswith("Mine (job.py:") for text in report["needs_you"])
-    assert asked == ["rollout_engine"] and any("math_rewards.math_reward, job.short" in text for text in report["needs_you"])
+    assert asked == [] and any("math_rewards.math_reward, short)" in text for text in report["needs_you"])
     monkeypatch.chdir(out)
     c = load_config("job.py")
     c.data.path, c.reward.functions = ("a.parquet",), ("math",)
@@ -266,7 +270,7 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     (("base = {", "base = {}\nbase = {"), "rollout_config.**=base is computed"),
     (("return_logprobs\": True}", "return_logprobs\": True}\nbase[\"temperature\"] = 0.3"), "rollout_config.**=base is computed"),
     (("data = data.batch(SIZE)", ""), "data.prompts_per_step"),
-    (("cluster =", "provider = qwix.LoraProvider(rank=4)\ncluster ="), "adapters: "),
+    (("cluster =", "provider = qwix.LoraProvider(rank=4)\ncluster ="), "actor_model_config.lora_config.rank=4, if the policy"),
 ])
 def test_what_a_program_of_tunix_computes_is_asked_for(tmp_path, change, asked):
     assert change[0] in TUNIX
@@ -299,3 +303,113 @@ def test_a_notebook_is_read_as_its_code(tmp_path):
     assert status == 0 and keys["rollout_config.total_generation_steps"] == 256 and keys["optax.clip_by_global_norm"] == 0.5
     status, _, _ = run(tmp_path, "[1, 2", name="bad.ipynb", system="tunix")
     assert status == 2
+
+
+MESHES = """
+import jax, math, os
+from jax.sharding import Mesh
+ROLLOUT_MESH = [(4, 1), ("fsdp", "tp")]
+TRAINER_MESH = [(2, 2), ("fsdp", "tp")]
+n = math.prod(ROLLOUT_MESH[0])
+if os.getenv("ENGINE", "vllm") in ("vllm", "sglang_jax"):
+    rollout_mesh = jax.sharding.Mesh(jax._src.mesh_utils.create_device_mesh(ROLLOUT_MESH[0], jax.devices()[:n]), axis_names=ROLLOUT_MESH[1])
+    trainer_mesh = Mesh(jax._src.mesh_utils.create_device_mesh(TRAINER_MESH[0], jax.devices()[-4:]), axis_names=TRAINER_MESH[1])
+else:
+    rollout_mesh = trainer_mesh = None
+"""
+CLUSTER = "cluster = rl_engine_lib.ClusterConfig(role_to_mesh={},"
+ROLES = "cluster = rl_engine_lib.ClusterConfig(role_to_mesh={Role.ACTOR: trainer_mesh, Role.ROLLOUT: rollout_mesh},"
+
+
+def with_meshes(change=("", "")):
+    return TUNIX.replace("mesh = jax.make_mesh(*MESH)", MESHES.replace(*change) if change[0] else MESHES).replace(CLUSTER, ROLES)
+
+
+def test_meshes_of_a_programs_roles_are_read(tmp_path):
+    """jax.sharding.Mesh as make_mesh: literals become the mesh and the roles' chips, whose places the slices say."""
+    assert ROLES in with_meshes()
+    _, report, out = tunix(tmp_path, with_meshes())
+    c = load_config(str(out / "job.py"))
+    assert (c.mesh.tp, c.mesh.roles.policy.devices, c.mesh.roles.sampler.devices, report["gpus"]) == (2, "0-3", "4-7", 4)
+    assert not any("mesh" in text for text in report["needs_you"])
+    _, report, out = tunix(tmp_path, with_meshes(("jax.devices()[-4:]", "jax.devices()[:4]")))
+    c = load_config(str(out / "job.py"))
+    assert c.mesh.tp == 2 and "sampler" not in c.mesh.roles and "policy" in c.mesh.roles  # rests on the host
+    assert any("over the actor's chips there" in text for text in report["differs"])
+
+
+def test_a_mesh_that_is_computed_is_asked_for_until_it_is_answered(tmp_path):
+    text = with_meshes(("TRAINER_MESH = [(2, 2), ", "TRAINER_MESH = [(1, jax.device_count()), "))
+    asked = "model_config.mesh.shape=TRAINER_MESH[0] is computed"
+    _, report, _ = tunix(tmp_path, text)
+    assert any(need.startswith(asked) and need.endswith("after the file, or --gpus=N") for need in report["needs_you"])
+    for answer in ("model_config.mesh.shape=(1,8)", "--gpus=8"):
+        _, report, out = tunix(tmp_path, text, answer)
+        assert load_config(str(out / "job.py")).mesh.tp == 8 and not any("mesh" in need for need in report["needs_you"])
+    _, report, _ = tunix(tmp_path, with_meshes(("jax.devices()[-4:]", "chips")))
+    assert any(text.startswith("rollout_model_config.mesh.devices=own or actor, by ") for text in report["needs_you"])
+    m = migrated("tunix", {"model_config.model_id": "a/b", "model_config.mesh.shape": "(1,8)"})
+    assert values(m)["mesh.tp"] == 8
+
+
+def test_variables_of_a_program_are_read_and_given(tmp_path, capsys):
+    """A variable's literal default holds until NAME=value gives another; a constant is given in the same way; others are an error."""
+    def keys(*given):
+        return known_keys(tunix(tmp_path, TUNIX.replace("mini_batch_size=8", "mini_batch_size=int(os.getenv('N', '8'))"), *given)[1])
+
+    assert (keys()["rollout_engine"], keys()["rl_training_config.mini_batch_size"]) == ("vanilla", 8)
+    given = keys("ENGINE=vllm", "N=4", "NORM=2.5")
+    assert (given["rollout_engine"], given["rl_training_config.mini_batch_size"], given["optax.clip_by_global_norm"]) == ("vllm", 4, 2.5)
+    assert "rollout_config.rollout_vllm_hbm_utilization" in given  # the other branch
+    capsys.readouterr()
+    assert tunix(tmp_path, TUNIX, "ENGIN=vllm")[0] == 2
+    assert "ENGIN: job.py reads no variable ENGIN and has no constant of this name" in capsys.readouterr().err
+
+
+MODELS = """
+def with_adapters(base):
+    return qwix.apply_lora_to_model(base, qwix.LoraProvider(module_path=".*q_einsum", rank=8, alpha=16.0))
+
+LORA = True
+config = model_lib.ModelConfig.deepseek_r1_distill_qwen_1p5b()
+config.remat_config = model_lib.RematConfig.BLOCK
+policy = with_adapters(actor) if LORA else actor
+engine = rl_engine_lib.RLEngine(actor=with_adapters(actor), reference=actor)
+parser = chat.QwenChatTemplateParser(tokenizer, enable_thinking=False)
+base = {"""
+
+
+def test_models_adapters_and_parsers_of_a_program_are_read(tmp_path):
+    _, report, out = tunix(tmp_path, TUNIX.replace("base = {", MODELS, 1).replace("offload_to_cpu=True", "offload_to_cpu=False"))
+    c, keys = load_config(str(out / "job.py")), known_keys(report)
+    assert (c.train.compute_dtype, c.rollout.dtype, c.run.matmul_precision, c.model.remat) == ("fp32", "fp32", "default", "full")
+    assert (c.lora.rank, c.lora.alpha, c.lora.targets) == (8, 16.0, ("q_proj",))
+    assert c.data.chat_template_kwargs.enable_thinking is False and keys["chat_parser_config.enable_thinking"] is False
+    assert not any("adapters" in text or "compute_dtype" in text for text in report["needs_you"])
+    uncalled = MODELS.replace("with_adapters(actor) if LORA else actor", "actor").replace("actor=with_adapters(actor)", "actor=actor")
+    _, report, _ = tunix(tmp_path, TUNIX.replace("base = {", uncalled, 1))
+    assert not any("lora_config" in key["key"] for key in report["keys"])
+
+
+def test_computed_keys_are_in_the_report(tmp_path):
+    text = TUNIX.replace("rollout = base_rollout.RolloutConfig(**base)", "rollout = base_rollout.RolloutConfig(**base, "
+                         "tensor_parallel_size=find(), eos_tokens=[tokenizer.eos_id()], rollout_vllm_kwargs={'dtype': 'bfloat16', 'x': 1})")
+    _, report, _ = tunix(tmp_path, text)
+    rows = {k["key"]: k for k in report["keys"]}
+    assert rows["rollout_config.tensor_parallel_size"]["kind"] == "automatic" and rows["rollout_config.rollout_vllm_kwargs.x"]["kind"] == "automatic"
+    assert rows["rollout_config.eos_tokens"]["kind"] == "ask" and rows["rollout_config.eos_tokens"]["value"] == "[tokenizer.eos_id()]"
+    asked = [text for text in report["needs_you"] if " is computed" in text]
+    assert len(asked) == 1 and asked[0].startswith("rollout_config.eos_tokens")
+    _, report, out = tunix(tmp_path, text, 'rollout_config.eos_tokens=["<end_of_turn>"]')
+    assert not any(" is computed" in need for need in report["needs_you"])
+    assert load_config(str(out / "job.py")).model.eos_tokens == ("<end_of_turn>",)
+
+
+def test_places_of_a_notebook_are_cells_and_lines(tmp_path):
+    at = TUNIX.index("base = {")
+    cells = [{"cell_type": "markdown", "source": ["a"]}, {"cell_type": "code", "source": TUNIX[:at]},
+             {"cell_type": "code", "source": TUNIX[at:].replace("mini_batch_size=8", "mini_batch_size=find()")}]
+    _, report, _ = run(tmp_path, json.dumps({"cells": cells, "nbformat": 4}), name="job.ipynb", system="tunix")
+    line = TUNIX[at:].split("mini_batch_size")[0].count("\n") + 1
+    assert any(f"mini_batch_size=find() is computed (job.ipynb cell 3, line {line})" in text for text in report["needs_you"])
+    assert any("job_reward.py: write the reward (job.ipynb: tunix.utils.math_rewards.math_reward, short)" in text for text in report["needs_you"])

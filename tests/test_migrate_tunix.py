@@ -1,13 +1,21 @@
 """jaxrl.migrate: Tunix's command line, its layers of files, and arithmetic that scripts leave to awk."""
 
+import ast
 import json
+import shlex
+import sys
 
 import pytest
 from test_migrate import migrated, values
 
 from jaxrl.config.load import load_config
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate import each_start
 from jaxrl.migrate.awk import computed
+from jaxrl.migrate.report import because, config_text, left_out
+from jaxrl.planning.case import case_of
+from jaxrl.rewards.calling import Call
+from jaxrl.workers.loading import LoadError
 
 SCRIPT = """batches=${batches:-40}
 share=${share:-0.1}
@@ -91,6 +99,13 @@ def test_agents_are_episodes_and_a_mesh_of_the_rollouts_own_a_role():
     v = values(m)
     assert v["env.max_turns"] == 8 and "WRITE HERE" in m.files["job_env.py"] and v["algorithm.old_logprobs"] == "rollout"
     assert (v["mesh.roles.policy"], v["mesh.roles.sampler"]) == ({"devices": "0-3"}, {"devices": "4-5"})
+    assert (v["env.episode_seconds"], v["env.step_seconds"]) == (1800.0, 1800.0) and "env.in_flight" not in v
+    more = {"training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "agentic_grpo_config.max_turns": 6,
+            "agentic_grpo_config.per_turn_timeout_secs": 200, "agentic_grpo_config.max_concurrency": 64}
+    v = values(migrated("tunix", {"model_config.model_id": "a/b", **more}))
+    assert (v["env.episode_seconds"], v["env.in_flight"]) == (1200.0, 64)
+    v = values(migrated("tunix", {"model_config.model_id": "a/b", **more, "agentic_grpo_config.episode_timeout": 5400}))
+    assert v["env.episode_seconds"] == 5400.0
 
 
 OPT = "rl_training_config.actor_optimizer_config."
@@ -138,7 +153,9 @@ def test_max_steps_counts_updates_and_mini_batches_are_sampled_in_turn():
 
 @pytest.mark.parametrize("model, version, dtype", [
     ("Qwen/Qwen3-1.7B", "0.1.7", "fp32"), ("Qwen/Qwen3-1.7B", "0.1.6", "bf16"), ("google/gemma-4-e2b", "0.1.7", "fp32"),
-    ("google/gemma-3-1b-it", "0.1.7", "bf16"), ("meta-llama/Llama-3.1-8B", "0.1.7", "bf16")])
+    ("google/gemma-3-1b-it", "0.1.7", "bf16"), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "0.1.7", "fp32"),
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "0.1.7", "bf16"),
+    ("meta-llama/Meta-Llama-3.1-8B", "0.1.7", "bf16"), ("qwen2p5_0p5b", "0.1.7", "fp32"), ("meta-llama/Llama-3.1-8B", "0.1.7", "bf16")])
 def test_a_models_config_has_a_dtype_of_its_own(model, version, dtype):
     m = migrated("tunix", {"model_config.model_id": model}, version)
     v = values(m)
@@ -157,3 +174,104 @@ def test_the_loss_of_0_1_6_does_not_divide_logits():
     ('awk "BEGIN {system(\\"rm -rf x\\")}"', None), ('awk "BEGIN {print 1 / 0}"', None)])
 def test_arithmetic_of_awk_and_printf(text, want):
     assert computed(text) == want
+
+
+def test_micro_batches_are_of_the_whole_mesh():
+    """There a micro-batch has so many prompts on all chips; here its tokens are counted per data shard, one row at least."""
+    base = {"model_config.model_id": "a/b", "grpo_config.num_generations": 8, "actor_model_config.mesh.shape": "(4,2)"}
+    longest, micro = 256 + 768, "rl_training_config.train_micro_batch_size"
+    m = migrated("tunix", {**base, micro: 2})
+    assert values(m)["train.tokens_per_microbatch"] == 4 * longest and "train.score_tokens_per_microbatch" not in values(m)
+    assert any("4 data shards there: here 4 on each" in text for text in m.different)
+    assert values(migrated("tunix", {**base, micro: 1, "grpo_config.num_generations": 2}))["train.tokens_per_microbatch"] == longest
+    scored = "rl_training_config.compute_logps_micro_batch_size"
+    assert values(migrated("tunix", {**base, micro: 2, scored: 4}))["train.score_tokens_per_microbatch"] == 8 * longest
+    assert "train.score_tokens_per_microbatch" not in values(migrated("tunix", {**base, micro: 2, scored: 2}))
+
+
+def test_a_table_that_is_replaced_whole_has_no_defaults():
+    """The comment beside an option names no default that Tunix does not use."""
+    m = migrated("tunix", {"model_config.model_id": "a/b", OPT + "schedule_type": "warmup_cosine_decay_schedule", OPT + "peak_value": 3e-6})
+    for option in ("warmup_fraction", "b2", "weight_decay"):
+        text = because(m, m.options["optimizer." + option][1])
+        assert "is not set, and its table is replaced whole" in text and "Tunix's default" not in text
+    assert "is Tunix's default" in because(m, m.options["rollout.temperature"][1])
+
+
+def test_tokens_that_end_a_completion_are_set_or_answered():
+    base = {"model_config.model_id": "a/b"}
+    assert values(migrated("tunix", {**base, "rollout_config.eos_tokens": ["<end_of_turn>"]}))["model.eos_tokens"] == ("<end_of_turn>",)
+    m = migrated("tunix", {**base, "rollout_config.eos_tokens": [1, 106]})
+    assert not any("eos_tokens" in text for text in m.needs_you) and any("eos_tokens=[1, 106]" in text for text in m.different)
+
+
+def test_a_script_without_its_file_says_so_first(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    command.main(["tunix", str(tmp_path / "run.sh"), f"--out={tmp_path / 'out'}"])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["needs_you"][0].startswith("configs/own.yaml: run.sh names this config, and it was not found")
+    row = next(k for k in report["keys"] if k["key"] == "override_config_file")
+    assert (row["kind"], row["note"]) == ("ask", "not found: its keys are not read")
+    assert "needs you: configs/own.yaml" in capsys.readouterr().out
+
+
+FOLDER = """dir="${dir:-runs/one}"
+suffix=$(printf '%04d' "$((RANDOM % 10000))")
+if [[ -n "$dir" && "$dir" != "null" ]]; then
+  dir="${dir}_${suffix}"
+fi
+python3 -m tunix.cli.grpo_main model_config.model_id=a/b `# -- Model ---` \
+  `# -- Data ---` rl_training_config.checkpoint_root_directory=$dir rl_training_config.actor_optimizer_config.learning_rate=1e-6
+"""
+
+
+def test_a_folder_that_is_new_at_each_start(tmp_path):
+    """Its random part is left out, and the report says what a second start does; comments within a command are nothing."""
+    (tmp_path / "run.sh").write_text(FOLDER)
+    command.main(["tunix", str(tmp_path / "run.sh"), f"--out={tmp_path / 'out'}"])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert load_config(str(tmp_path / "out" / "run.py")).run.dir == "runs/one"
+    assert any(text.startswith("run.dir: there each start has a folder of its own, by $(printf") for text in report["differs"])
+    assert [text for text in report["notes"] if "Model" in text or "Data" in text or "does not decide" in text] == []
+    assert next(k for k in report["keys"] if k["key"] == "model_config.model_id")["value"] == "a/b"
+
+
+@pytest.mark.parametrize("text, want, parts", [
+    ("/tmp/ckpts/qwen_$RANDOM", "/tmp/ckpts/qwen", ["$RANDOM"]), ("a/${RANDOM}/b", "a//b", ["${RANDOM}"]), ("$HOME/runs/x", "$HOME/runs/x", []),
+    ("x-$(date +%m%d)-y", "x-y", ["$(date +%m%d)"]), ("run_`date`", "run", ["`date`"]), ("$(dirname $0)/runs", "$(dirname $0)/runs", []),
+    ("out/${now:%Y-%m-%d}", "out/", ["${now:%Y-%m-%d}"]), ("$(date +%s)", "", ["$(date +%s)"]), ("runs/$$", "runs/", ["$$"])])
+def test_parts_of_a_name_that_are_new_at_each_start(text, want, parts):
+    assert each_start.without(text) == (want, parts)
+
+
+def test_the_plan_of_a_job_with_chips_apart_runs_as_printed(tmp_path):
+    """For every system whose roles may have devices of their own: what left_out prints leaves a case that can be planned."""
+    hf = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 4096}
+    m = migrated("tunix", {"model_config.model_id": "a/b", "actor_model_config.mesh.shape": "(4,1)", "offload_to_cpu": True,
+                           "rollout_model_config.mesh.shape": "(4,1)"})
+    flags = left_out(m)
+    assert "--config.plan.part=training" in flags and "sampler" not in flags and "'rest': 'host'" in flags
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "job.py").write_text(config_text(m, "x"))
+    given = dict(flag.removeprefix("--config.").split("=", 1) for flag in shlex.split(flags))
+    given["mesh.roles"] = ast.literal_eval(given["mesh.roles"])
+    more = {"run.mode": "plan", "plan.target": "h100:4", "model.path": str(tmp_path)}
+    config = load_config(str(tmp_path / "job.py"), {**given, **more})
+    assert case_of(config, hf).mesh["fsdp"] == 4
+
+
+def test_a_reward_file_that_imports_what_is_not_here_is_one_line(tmp_path, monkeypatch):
+    """The checkout's own modules are found; what else is missing is said before a step, with its name."""
+    m = migrated("tunix", {"model_config.model_id": "a/b", "reward_functions": ["mine/reward.py"]})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "of_the_checkout.py").write_text("BONUS = 2.0\n")
+    (tmp_path / "mine" / "reward.py").write_text("import of_the_checkout\ndef f(prompts, completions, **rows):\n    return [of_the_checkout.BONUS]\n")
+    (tmp_path / "job_reward.py").write_text(m.files["job_reward.py"])
+    monkeypatch.setenv("TUNIX", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    call = Call(f"{tmp_path / 'job_reward.py'}:score", "job", {})
+    assert call.fn("q", "a") == 2.0
+    (tmp_path / "mine" / "reward.py").write_text("import missing_metrics\n")
+    with pytest.raises(LoadError, match="mine/reward.py: No module named 'missing_metrics': install what it imports"):
+        Call(f"{tmp_path / 'job_reward.py'}:score", "job", {})

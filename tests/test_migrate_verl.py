@@ -197,3 +197,12 @@ python3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$n algorithm.adv_estima
     report = json.loads((out / "report.json").read_text())
     assert report["gpus"] == 8 and any("taken for a machine without NPUs" in text for text in report["notes"])
     assert "c.model.remat = 'full'" in (out / "run.py").read_text() and any("model.remat=full" in text for text in report["differs"])
+
+
+def test_a_config_of_verls_own_is_not_asked_for(tmp_path):
+    """Its values are the defaults here; another one that is not found is asked for."""
+    for name, asked in (("ppo_megatron_trainer.yaml", False), ("mine", True)):
+        (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo --config-path=config --config-name={name} data.train_batch_size=8\n")
+        command.main(["verl", str(tmp_path / "run.sh"), "--gpus=8", f"--out={tmp_path / 'out'}"])
+        needs = json.loads((tmp_path / "out" / "report.json").read_text())["needs_you"]
+        assert any(text.startswith(f"{name}: run.sh names this config, and it was not found") for text in needs) == asked

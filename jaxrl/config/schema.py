@@ -542,8 +542,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "run": O("", "directory of a synchronous run whose completion lengths and speeds drive the simulation of running ahead; empty = the"
                      " target's roofline"),
         "lengths": O((), "completion lengths in tokens that the simulation takes in turn; empty = plan.run's, or the longest"),
-        "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off"
-                            " without)", choices=("fast", "full")),
+        "effort": O("fast", "of the TPU's compiler: fast, or full as a run has it (four times as long, memory up to 12 % off without);"
+                            " full also checks plans for GPUs by a TPU's update", choices=("fast", "full")),
         "timeout_seconds": O(600.0, "longest compilation of a plan", bound=">0"),
     },
     "profile": {

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from jaxrl.__main__ import run
+from jaxrl.migrate import each_start
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, shown, summary, write
@@ -25,9 +26,9 @@ USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-v
 
 SYSTEM is one of: {systems}; with the job
 behind it (trl/sft, trl/preference ...) where FILE does not tell it. FILE is a config of it: a script (.sh),
-YAML or TOML, or a dump of a resolved config.
+YAML or TOML, or a dump of a resolved config; of TRL and Tunix also a program in Python (.py) or a notebook (.ipynb).
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
-script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
+script, a program or the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
   --gpus=N          GPUs of the job, where FILE does not say (and for the plan). TRL: the processes that train, which
                     are what its batches are counted in; vLLM in server mode has further GPUs, which do not count
   --strict          refuse what is not carried over whole
@@ -50,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         gpus = int(given) if re.fullmatch(r"[1-9][0-9]{0,6}", given) else 0
         if not gpus:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
-        source = read(table, Path(file), overrides)
-        m = trained(Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run()).ask_data()
+        given = gpus if "gpus" in flags else 0
+        m = Migration(table, read(table, Path(file), overrides, given), version, given, name_of(file)).run()
+        m = each_start.settle(trained(m).ask_data())
         if "from-version" not in flags:
             m.ask_version()
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import textwrap
 from pathlib import PurePosixPath
 
 from jaxrl.migrate.table import OPTIONS, Joint, Migration
@@ -382,7 +383,8 @@ def score(prompt, completion, answer=None, **columns):
 
 def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
     """Adds a file for a reward that cannot be carried over; it stops the run until it is written."""
-    clean = " ".join(ascii(where).strip("'").replace('"', "").replace("\\", "/").split())[:100]
+    clean = " ".join(ascii(where).strip("'").replace('"', "").replace("\\", "/").split())
+    clean = textwrap.shorten(clean, 160, placeholder=" ...")
     file = reward_file(m, STUB.format(what=what.replace('"', ""), file=f"{m.name}_reward.py", where=clean), key)
     m.needs(f"{file}: write the reward ({clean}); until then the run stops before the model is loaded")
 

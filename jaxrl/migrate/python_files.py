@@ -1,19 +1,23 @@
 """Programs in Python as settings: keyword arguments of config classes, read by `ast`; nothing is executed.
 
 Read are literals, names and attributes that one assignment, argparse's or a dataclass's default in the file gives a
-literal, texts put together of those, and sums and products of numbers. Branches that such values rule out are not read.
-Everything else is computed, and asked for; so is a key to which two calls give two values.
+literal, variables of the environment that have a default or are given, texts put together of those, and sums and
+products of numbers. Branches that such values rule out are not read. Everything else is computed, and asked for; so is
+a key to which two calls give two values.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+import math
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.migrate.source import Setting, Unreadable
+from jaxrl.migrate.source import Setting, Unreadable, scalar
 
 MOST = 1_000_000  # characters of a program
 
@@ -31,6 +35,8 @@ class Calls(NamedTuple):
     flags: classes whose presence says that values come from the command line.
     asks: class or function whose presence asks for something.
     tuples: keys whose lists are written as text, as "(2, 4)".
+    enums: classes whose members stand for their names.
+    more: (nodes, known, name of the file) -> (key, value or Computed, place) of what no call alone says.
     """
 
     configs: Mapping[str, tuple[str, Mapping[Any, str | None], Mapping[str, Any]]]
@@ -41,6 +47,8 @@ class Calls(NamedTuple):
     asks: Mapping[str, str] = {}
     derived: str = ""
     tuples: tuple[str, ...] = ()
+    enums: tuple[str, ...] = ()
+    more: Callable[[list[ast.AST], _Known, str], Iterator[tuple[str, Any, str]]] | None = None
 
     def name_in(self, table: Mapping, names: tuple[str, ...]) -> str:
         """Returns the first of the names that a table has, or ""."""
@@ -48,11 +56,24 @@ class Calls(NamedTuple):
 
 
 class Computed(Exception):
-    """An expression is not a literal."""
+    """An expression is not a literal. by: the part of it that is none."""
+
+    by = ""
 
 
-def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]]:
-    """Returns (the command that the program stands for, its settings, what is asked). Raises Unreadable."""
+class Program(NamedTuple):
+    """What was read of a program. command: that it stands for. computed: keys whose values are not known, with their
+    expressions, and what is asked of each. asked: what is asked beside them."""
+
+    command: str
+    settings: list[Setting]
+    computed: list[tuple[Setting, str]]
+    asked: list[str]
+
+
+def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, devices: int = 0) -> Program:
+    """Returns what a program's calls say. environment: variables and constants that are given another value.
+    devices: how many jax sees, 0 = not known. Raises Unreadable."""
     text = path.read_text("utf-8", errors="replace")
     if path.suffix == ".ipynb":
         text = _cells(path, text)
@@ -65,8 +86,10 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
         raise Unreadable(
             f"{path.name}:{getattr(e, 'lineno', None) or 1}", "", f"is no program of Python 3: {e}"
         ) from None
-    nodes = list(_live(tree, _Known(nodes, path.stem)))
-    known = _Known(nodes, path.stem)
+    given = (environment, devices, calls.enums)
+    first = _Known(nodes, path.stem, *given)
+    nodes = list(_live(tree, first))
+    known = _Known(nodes, path.stem, *given)
     command, settings, asked, more = "", [], {}, []
     for node in (n for n in nodes if isinstance(n, ast.Call)):
         of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings)
@@ -75,34 +98,38 @@ def read_python(path: Path, calls: Calls) -> tuple[str, list[Setting], list[str]
             if isinstance(value, Computed):
                 asked.setdefault(key, _asked(key, value, place))
             else:
-                value = str(tuple(value)) if key in calls.tuples and isinstance(value, list) else value
                 settings.append(Setting(key, value, place))
         names = known.callees(node, calls.kinds)
         more += [calls.asks[name] for name in names if name in calls.asks]
         if calls.derived and any(base in calls.trainers for base in known.bases.get(names[-1], ())):
             more.append(f"{names[-1]} ({path.name}:{node.lineno}) is a class of the program's own: {calls.derived}")
-    for key, value, place in _assigned(nodes, known, calls, path.name):
+    found = calls.more(nodes, known, path.name) if calls.more else ()
+    for key, value, place in (*found, *_assigned(nodes, known, calls, path.name)):
         if isinstance(value, Computed):
             settings = [s for s in settings if s.key != key]
             asked[key] = _asked(key, value, place)
         else:
             settings.append(Setting(key, value, place))
-    settings, twice = _once(settings)
+    texts = (s._replace(value=str(tuple(s.value))) if s.key in calls.tuples and isinstance(s.value, list) else s
+             for s in settings)
+    settings, twice = _once(list(texts))
     names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
         raise Unreadable(path.name, "", "starts no trainer: no config class or trainer is called")
-    given = {s.key for s in settings}
-    asked = [text for key, text in asked.items() if key not in given]
-    asked = [*asked, *twice, *dict.fromkeys(more)]
-    asked += _changed_rows(nodes, path.name)
+    if unread := sorted(set(environment) - first.used - known.used):
+        what = f"{path.name} reads no variable {unread[0]} and has no constant of this name"
+        raise Unreadable("the command line", unread[0], what)
+    read = {s.key for s in settings}
+    computed = [pair for key, pair in asked.items() if key not in read] + twice
+    texts = [*dict.fromkeys(more), *_changed_rows(nodes, path.name)]
     if names & set(calls.flags):
-        asked.insert(
+        texts.insert(
             0,
             f"{path.name} takes further values from its command line: give them as --key=value after the file, or "
             "migrate "
             "the script (.sh) that starts it",
         )
-    return command, settings, asked
+    return _by_cells(path, Program(command, settings, computed, texts))
 
 
 def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
@@ -122,18 +149,44 @@ def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
 
 def _cells(path: Path, text: str) -> str:
     """Returns the code of a notebook, without the lines of its shell and its magic. Raises Unreadable."""
-    try:
-        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise Unreadable(path.name, "", "is no notebook of Jupyter's format 4") from None
-    code = "\n".join("".join(map(str, source)) if isinstance(source, list) else str(source) for source in cells)
+    code = "\n".join(source for _, source in _code_of(path, text))
     return "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in code.split("\n"))
 
 
-def _asked(key: str, value: Computed, place: str) -> str:
+def _code_of(path: Path, text: str) -> list[tuple[int, str]]:
+    """Returns (number of the cell among all, from 1; its code) of a notebook. Raises Unreadable."""
+    try:
+        cells = [(n, cell["source"]) for n, cell in enumerate(json.loads(text)["cells"], 1)
+                 if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Unreadable(path.name, "", "is no notebook of Jupyter's format 4") from None
+    return [(n, "".join(map(str, source)) if isinstance(source, list) else str(source)) for n, source in cells]
+
+
+def _by_cells(path: Path, program: Program) -> Program:
+    """Returns what was read, with a notebook's places by cell and line: its code's lines are of no file."""
+    if path.suffix != ".ipynb":
+        return program
+    lines = [(n, i) for n, source in _code_of(path, path.read_text("utf-8", errors="replace"))
+             for i in range(1, source.count("\n") + 2)]
+
+    def by_cell(text: str) -> str:
+        place = re.compile(rf"{re.escape(path.name)}:(\d+)")
+        return place.sub(lambda m: "{} cell {}, line {}".format(path.name, *lines[int(m[1]) - 1]), text)
+
+    settings = [s._replace(where=by_cell(s.where)) for s in program.settings]
+    computed = [(s._replace(where=by_cell(s.where)), by_cell(text)) for s, text in program.computed]
+    return Program(program.command, settings, computed, [by_cell(text) for text in program.asked])
+
+
+def _asked(key: str, value: Computed, place: str) -> tuple[Setting, str]:
+    """Returns a key with its expression, and what is asked."""
+    what = f"{key}={value} is computed ({place})"
     if key.endswith("**"):
-        return f"{key}={value} is computed ({place}): give what it holds as {key[:-2]}NAME=VALUE after the file"
-    return f"{key}={value} is computed ({place}): give {key}=VALUE after the file"
+        what += f": give what it holds as {key[:-2]}NAME=VALUE after the file"
+    else:
+        what += f": give {key}=VALUE after the file" + ", or --gpus=N" * (value.by in DEVICES)
+    return Setting(key, str(value), place), what
 
 
 def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
@@ -178,7 +231,7 @@ def _assigned(nodes: list[ast.AST], known: _Known, calls: Calls, file: str) -> I
             yield key, found, f"{file}:{target.lineno}"
 
 
-def _once(settings: list[Setting]) -> tuple[list[Setting], list[str]]:
+def _once(settings: list[Setting]) -> tuple[list[Setting], list[tuple[Setting, str]]]:
     """Returns the settings without those of which several calls give several values, and what is asked of these."""
     values: dict[str, list[Setting]] = {}
     for s in settings:
@@ -188,7 +241,8 @@ def _once(settings: list[Setting]) -> tuple[list[Setting], list[str]]:
     for key, found in values.items():
         if len(found) > 1:
             each = ", ".join(f"{s.value!r} ({s.where})" for s in found[:3])
-            asked.append(f"{key}=... has several values, {each}: give {key}=VALUE after the file")
+            text = f"{key}=... has several values, {each}: give {key}=VALUE after the file"
+            asked.append((Setting(key, " or ".join(repr(s.value) for s in found[:3]), found[0].where), text))
     return [found[0] for found in values.values() if len(found) == 1], asked
 
 
@@ -256,8 +310,11 @@ def _live(tree: ast.AST, known: _Known) -> Iterator[ast.AST]:
 class _Known:
     """Literals that names and attributes of a program stand for: those that are given once."""
 
-    def __init__(self, nodes: list[ast.AST], module: str):
+    def __init__(self, nodes: list[ast.AST], module: str, environment: Mapping[str, str] = {}, devices: int = 0,
+                 enums: tuple[str, ...] = ()):
         self.module, self.names, self.fields, self.local = module, {}, {}, set()
+        self.environment, self.devices, self.enums = environment, devices, enums
+        self.used: set[str] = set()  # of the environment
         self.imported: dict[str, str] = {}
         self.bases: dict[str, list[str]] = {}
         for node in nodes:
@@ -278,6 +335,9 @@ class _Known:
                 self.local.add(node.name)
             elif isinstance(node, ast.ImportFrom):
                 self.imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        for name in environment.keys() & self.names.keys():  # a constant that is given another value
+            self.names[name] = [ast.Constant(scalar(environment[name]))]
+            self.used.add(name)
 
     def _unpacked(self, names: ast.Tuple, value: ast.AST):
         """Takes a, b = 1, 2; of another value the names have none."""
@@ -310,8 +370,10 @@ class _Known:
         """Returns the literal of an expression, or Computed."""
         try:
             return self._value(node, depth)
-        except (Computed, RecursionError):
-            return Computed(_text(node))
+        except (Computed, RecursionError) as e:
+            computed = Computed(_text(node))
+            computed.by = str(e)
+            return computed
 
     def _value(self, node: ast.AST, depth: int) -> Any:
         if depth > 20:
@@ -323,10 +385,8 @@ class _Known:
         if isinstance(node, ast.Dict) and all(k is not None for k in node.keys):
             keys = [self._value(k, depth + 1) for k in node.keys if k is not None]
             return dict(zip(map(str, keys), (self._value(v, depth + 1) for v in node.values), strict=True))
-        if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args and all(
-            k.arg for k in node.keywords
-        ):
-            return {str(k.arg): self._value(k.value, depth + 1) for k in node.keywords}
+        if isinstance(node, ast.Call):
+            return self._called(node, depth)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             number = self._value(node.operand, depth + 1)
             if isinstance(number, int | float):
@@ -337,19 +397,20 @@ class _Known:
                 return _arithmetic(type(node.op), a, b)
         if isinstance(node, ast.IfExp) and self.decided(node.test) is not None:
             return self._value(node.body if self.decided(node.test) else node.orelse, depth + 1)
-        if isinstance(node, ast.Call) and _name(node.func) in ("int", "float") and len(node.args) == 1:
-            number = self._value(node.args[0], depth + 1)
-            if type(number) in (int, float):
-                return int(number) if _name(node.func) == "int" else float(number)
+        if isinstance(node, ast.Subscript) and _name(node.value) == "os.environ":
+            return self._variable(self._value(node.slice, depth + 1))
         if isinstance(node, ast.Subscript):
-            whole, at = self._value(node.value, depth + 1), self._value(node.slice, depth + 1)
+            at, parts = self._value(node.slice, depth + 1), self.parts(node.value)
+            if parts != [node.value] and type(at) is int and -len(parts) <= at < len(parts):
+                return self._value(parts[at], depth + 1)  # whatever its neighbours are
+            whole = self._value(node.value, depth + 1)
             if isinstance(whole, list) and type(at) is int and -len(whole) <= at < len(whole):
                 return whole[at]
         if isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
             return "".join(str(self._value(p, depth + 1)) for p in parts)
-        if isinstance(node, ast.Call) and _name(node.func).endswith("from_pretrained") and node.args:
-            return self._value(node.args[0], depth + 1)
+        if isinstance(node, ast.Attribute) and _name(node.value).rpartition(".")[2] in self.enums:
+            return node.attr
         if isinstance(node, ast.Name | ast.Attribute):
             named = isinstance(node, ast.Name)
             found = self.names.get(node.id, []) if named else self.fields.get(node.attr, [])
@@ -357,18 +418,55 @@ class _Known:
                 return self._value(found[0], depth + 1)
             if not named and _name(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
                 return node.attr
-        raise Computed
+        raise Computed(_text(node))
+
+    def _called(self, node: ast.Call, depth: int) -> Any:
+        """Returns what a call makes of literals: dict(), int(), a variable of the environment, a product, a path."""
+        name, args = _name(node.func), node.args
+        if name == "dict" and not args and all(k.arg for k in node.keywords):
+            return {str(k.arg): self._value(k.value, depth + 1) for k in node.keywords}
+        if _text(node) in DEVICES and self.devices:
+            return self.devices
+        if name in ("os.getenv", "getenv", "os.environ.get", "environ.get") and args:
+            default = next((k.value for k in node.keywords if k.arg == "default"), args[1] if len(args) > 1 else None)
+            return self._variable(self._value(args[0], depth + 1), default, depth)
+        if name.endswith("from_pretrained") and args:
+            return self._value(args[0], depth + 1)
+        values = [self._value(a, depth + 1) for a in args] if name in LITERAL else []
+        if name in ("int", "float") and len(values) == 1:
+            number = scalar(values[0]) if isinstance(values[0], str) else values[0]
+            if type(number) in (int, float):
+                return int(number) if name == "int" else float(number)
+        if name == "math.prod" and len(values) == 1 and all(type(n) is int for n in values[0]):
+            return math.prod(values[0])
+        if name == "os.path.join" and values and all(isinstance(v, str) for v in values):
+            return posixpath.join(*values)
+        raise Computed(_text(node))
+
+    def _variable(self, name, default: ast.AST | None = None, depth: int = 0) -> Any:
+        """Returns a variable of the environment as it is given, or its default."""
+        if name in self.environment:
+            self.used.add(name)
+            return self.environment[name]
+        if default is None:
+            raise Computed(f"os.environ[{name!r}]")
+        return self._value(default, depth + 1)
 
     def decided(self, test: ast.AST) -> bool | None:
         """Returns what a condition of literals is; None where it hangs on anything else."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.decided(test.operand)
             return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            parts, ends = [self.decided(part) for part in test.values], isinstance(test.op, ast.Or)
+            return ends if ends in parts else None if None in parts else not ends
         try:
             if isinstance(test, ast.Compare) and len(test.ops) == 1:
                 a, b = self._value(test.left, 0), self._value(test.comparators[0], 0)
                 same = a is b if b is None else a == b
                 kind = type(test.ops[0])
+                if kind in (ast.In, ast.NotIn) and isinstance(b, str | list | dict):
+                    return (a in b) == (kind is ast.In)
                 return same if kind in (ast.Is, ast.Eq) else not same if kind in (ast.IsNot, ast.NotEq) else None
             return bool(self._value(test, 0))
         except (Computed, RecursionError):
@@ -426,6 +524,8 @@ class _Known:
         return next((o for o in out if isinstance(o, Computed)), out)
 
 
+DEVICES = ("jax.device_count()", "len(jax.devices())", "jax.local_device_count()", "len(jax.local_devices())")
+LITERAL = ("int", "float", "math.prod", "os.path.join")  # functions that are worked out
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 
 

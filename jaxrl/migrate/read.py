@@ -12,15 +12,20 @@ from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
 
 _NAME = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.S)
+NOT_FOUND = (  # of a config that a command names
+    "names this config, and it was not found: put it beside the script, or migrate in the checkout; until then the "
+    "source's defaults stand for its keys"
+)
 OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's and OmegaConf's own keys
 
 
-def read(table: Table, path: Path, overrides: list[str]) -> Source:
-    """Returns all settings of a file and of the overrides after it. Raises Unreadable."""
+def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Source:
+    """Returns all settings of a file and of the overrides after it. gpus: devices of the job, 0 = not known. Raises
+    Unreadable."""
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}
-    command, asked = "", []
+    command, asked, computed = "", [], []
     if not path.is_file():
         raise Unreadable(str(path), "", "no such file")
     if path.suffix in (".yaml", ".yml", ".json"):
@@ -28,7 +33,7 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     elif path.suffix == ".toml":
         merge(settings, read_toml(path))
     elif path.suffix in (".py", ".ipynb") and table.calls:
-        command, found, asked = read_python(path, table.calls)
+        command, found, computed, asked = read_python(path, table.calls, environment, gpus)
         merge(settings, found, table.groups)
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
@@ -38,6 +43,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
         expected = "expected a script (.sh), YAML (.yaml) or TOML (.toml)"
         raise Unreadable(path.name, "", python if path.suffix in (".py", ".ipynb") else f"{expected}; see {page}")
+    asked = [*(text for text in notes if text.endswith(NOT_FOUND)), *asked]  # nothing weighs more
+    notes[:] = (text for text in notes if not text.endswith(NOT_FOUND))
     for text in overrides:
         if _NAME.fullmatch(text):
             continue
@@ -45,8 +52,8 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
         if not new:
             raise Unreadable("the command line", text[:80], "expected key=value")
         merge(settings, new, table.groups)
-    if not settings and asked:
-        raise Unreadable(path.name, "", asked[0])
+    if not settings and (asked or computed):
+        raise Unreadable(path.name, "", asked[0] if asked else computed[0][1])
     if not settings:
         raise Unreadable(path.name, "", f"holds no key of {table.title}")
     referred: set[str] = set()
@@ -58,8 +65,9 @@ def read(table: Table, path: Path, overrides: list[str]) -> Source:
     for s in settings.values():  # a key that named a table
         merge(flat, [x for x in leaves(s.key, s.value, s.where)], table.groups)
     asked = [text for text in asked if text.partition("=")[0] not in flat]
+    computed = tuple(pair for pair in computed if pair[0].key not in flat)
     return Source({k: s for k, s in flat.items() if not OWN.match(k)}, notes, command, tuple(asked),
-                  frozenset(referred))
+                  frozenset(referred), computed)
 
 
 def _flag(text: str) -> list[Setting]:
@@ -128,7 +136,8 @@ def _command(table: Table, command: shell.Command, path: Path, notes, fits: bool
             mine = fits and not _NAME.fullmatch(text)
             out += [s for s in override(text, where) if "." in s.key or len(out) or mine or s.key in known]
         i += 1
-    return [*(s for config in configs for s in _named_config(path, folder, config, notes)), *out]
+    named = [s for config in configs for s in _named_config(path, folder, config, notes, table.own_configs)]
+    return [*named, *out]
 
 
 def _value(word: str) -> bool:
@@ -136,15 +145,16 @@ def _value(word: str) -> bool:
     return not re.match(r"-+[A-Za-z]", word) and not word.endswith(".py")
 
 
-def _named_config(path: Path, folder: str, config: str, notes) -> list[Setting]:
-    """Returns the config that a command names, where it lies beside the script."""
+def _named_config(path: Path, folder: str, config: str, notes, own: str) -> list[Setting]:
+    """Returns the config that a command names, where it lies beside the script. own: pattern of the system's own."""
     name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
     above = (place / name for place in path.resolve().parents)
     near = (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name)
     for place in (*near, *above):
         if "$" not in str(place) and place.is_file():
             return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
-    notes.append(
-        f"{path.name}: the config {config} that the command names is not at hand; the source's defaults stand for it"
-    )
+    defaults = "its values are the defaults here, as those of the version are"
+    known = own and re.fullmatch(own, Path(name).stem)
+    text = f"{path.name}: {config} is the system's: {defaults}" if known else f"{config}: {path.name} {NOT_FOUND}"
+    notes.append(text)
     return []

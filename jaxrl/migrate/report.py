@@ -140,6 +140,8 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
             parts += [f"{s.key}={shown(hidden(s.key, s.value), 60)}" for s in m.all(key)[:3]]
         elif "*" in key or any(m.given(k) for k in keys):
             continue
+        elif key in m.replaced:
+            parts.append(f"{key} is not set, and its table is replaced whole")
         elif m.default(key) is MISSING:
             parts.append(f"{key} by --gpus={m.gpus}")
         else:
@@ -212,11 +214,13 @@ def packages(m: Migration) -> list[str]:
 
 
 def left_out(m: Migration) -> str:
-    """Returns the flags that leave out what a plan does not count: an engine on hosts of its own, a reward model, roles
-    that rest on the host. (Of a job with adapters it plans the full training.)"""
+    """Returns the flags that leave out what a plan does not count: an engine on hosts or devices of its own, a reward
+    model, roles that rest on the host. (Of a job with adapters it plans the full training.)"""
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
-    kept = {r: v for r, v in roles.items() if r in ("policy", "sampler") or v == {"rest": "streamed"}}
-    flags = ["plan.part=training"] if m.elsewhere else []
+    kept = {r: v for r, v in roles.items()
+            if r == "policy" or r == "sampler" and set(v) <= {"rest"} or v == {"rest": "streamed"}}
+    apart = "devices" in roles.get("sampler", ())  # the plan's devices are the policy's, and the sampler has others
+    flags = ["plan.part=training"] if m.elsewhere or apart else []
     flags += [f"plan.image_tokens={m.image_tokens}"] if m.image_tokens else []
     if m.options.get("reward.model.path", ("",))[0]:
         flags += ["reward.model.path=", "reward.functions=math"]

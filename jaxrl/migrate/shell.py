@@ -267,7 +267,9 @@ class _Walk:
                 self.i = start
                 while not self.words[self.i].op:
                     self.i += 1
-                other = self.test([w.text for w in self.words[start : self.i]])
+                rest = [w.text for w in self.words[start : self.i]]
+                whole = rest[:1] and rest[0] in ("[", "[[", "test")
+                other = self.test(rest if whole else ["[[", *rest])  # [[ a && b ]]
                 both = None in (decided, other)
                 decided = None if both else (decided and other) if joint == "&&" else (decided or other)
             if decided is None:
@@ -443,7 +445,7 @@ class _Walk:
                 out += parts[1:]
             elif c in "$`":
                 end, parts = self.dollar(raw, i, line, depth)
-                unread = parts and parts[0].startswith(("$(", "`"))
+                unread = parts and ("$(" in parts[0] or "`" in parts[0])
                 whole = unread or not (len(parts) == 1 and split and " " in parts[0].strip())
                 parts = parts if whole else parts[0].split()
                 out[-1] += parts[0] if parts else ""
@@ -484,6 +486,8 @@ class _Walk:
             end = _unit_end(text, i, line, self.name)
             if text[i:end].strip("$()` ") == "pwd":
                 return end, ["."]
+            if re.fullmatch(r"`\s*#[^\n]*`|\$\(\s*#[^\n]*\n?\s*\)", text[i:end]):  # a comment, which puts nothing there
+                return end, []
             named = r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))"
             body = re.sub(named, lambda m: self.plain(m[1] or m[2]), text[i + 2 : end - 1])
             if (number := computed(body)) is not None:

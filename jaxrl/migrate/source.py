@@ -39,14 +39,16 @@ class Setting(NamedTuple):
 class Source(NamedTuple):
     """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
     followed (branches of a script, commands in its values, included files that are not at hand). command: the words
-    of a script's command that are no settings. asked: values that a program computes. referred: keys and tables that
-    another value refers to by ${...}."""
+    of a script's command that are no settings. asked: what is asked of the file as a whole. referred: keys and tables
+    that another value refers to by ${...}. computed: keys whose values a program computes, with their expressions, and
+    what is asked of each."""
 
     settings: dict[str, Setting]
     notes: list[str]
     command: str = ""
     asked: tuple[str, ...] = ()
     referred: frozenset[str] = frozenset()
+    computed: tuple[tuple[Setting, str], ...] = ()
 
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?")

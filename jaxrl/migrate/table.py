@@ -19,6 +19,7 @@ from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, overrid
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
 ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_(?!manager)|$)|(^|_)environment|overrides?$|labels$")  # anybody's keys
+NEEDED = 'said under "Needs you"'
 MISSING = object()  # a key without which the source does not run
 
 
@@ -98,6 +99,7 @@ class Table:
     resolvers: Mapping[str, Callable] = field(default_factory=dict)
     flags: bool = False  # whether a command's --name value are keys
     groups: tuple[str, ...] = ()  # hydra's groups of configs: `engine=megatron` beside `engine.a=1`
+    own_configs: str = ""  # pattern of names of its own files, whose values are the defaults here
     config_words: str = ""  # pattern of a command's words that name files of keys, the file as its first group
     required: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = None  # python_files.Calls: what a program in Python is read for
@@ -153,10 +155,13 @@ class Migration:
         self.files: dict[str, str] = {}
         self.made: list[str] = []  # files that one of these writes, when it is run
         self.facts: dict[str, Any] = {}
+        self.replaced: set[str] = set()  # keys whose default is gone, as the source replaces their table whole
         self._known = {key.name: key for key in table.keys()}
         self.singles = source.settings  # keys of the source, which patterns took together
         self.variables: list[Setting] = []  # no keys of the system: other values of the source refer to them
+        self.computed: list[Record] = []  # of keys whose values the source computes
         self._assign(source.settings, source.referred)
+        self._ask_computed(source.computed)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +210,19 @@ class Migration:
                     found[-1].key,
                     f"is {found[0].key} of another version, which is set at {found[0].where}: set one of them",
                 )
+
+    def _ask_computed(self, computed):
+        """Asks for values that a program computes, unless none would change anything here."""
+        exact, wild = self.table.owners
+        texts = []
+        for s, text in computed:
+            owner = exact.get(s.key) or next((own for pattern, own in wild if pattern.fullmatch(s.key)), "")
+            row = self._known[owner] if owner and not s.key.endswith("**") else None
+            kind, note = (row.kind, row.why) if row and row.kind in ("automatic", "inert", "ask") else ("ask", "")
+            if kind == "ask":
+                texts.append(f"{text.rpartition(': give')[0]}: {note}" if note else text)
+            self.computed.append(Record(s.key, s.value, s.where, kind, {}, f"computed; {note or NEEDED}"))
+        self.needs_you[:0] = texts
 
     @staticmethod
     def _is_variable(key: str, referred) -> bool:
@@ -467,12 +485,12 @@ class Migration:
                 if kind in ("exact", "equivalent") and not targets:
                     asked = any(re.search(rf"(?<![\w.]){re.escape(s.key)}(?![\w.])", text) for text in self.needs_you)
                     changes = ("inert", "no effect in this config")
-                    kind, note = ("ask", 'said under "Needs you"') if asked else changes
+                    kind, note = ("ask", NEEDED) if asked else changes
                 out.append(Record(s.key, s.value, s.where, kind, targets, note))
         out += [Record(s.key, s.value, s.where, "unknown", {}, note) for s, note in self.unknown]
         named = "a variable of the file, used where it is named"
         out += [Record(s.key, s.value, s.where, "automatic", {}, named) for s in self.variables]
-        return sorted(out, key=lambda r: r.key)
+        return sorted([*out, *self.computed], key=lambda r: r.key)
 
     def outcome(self, strict: bool) -> str:
         if any(refuse for _, _, refuse in self.lacking):

@@ -150,7 +150,8 @@ def _compile(case: Case) -> tuple[dict, dict | None, dict | None]:
     """Returns (result for CPU devices; result for the target or None; result for a TPU that checks the counted figures
     of a GPU, or None).
 
-    They run at once. For a GPU the second needs jax's CUDA plugin, else the third needs libtpu.
+    They run at once. For a GPU the second needs jax's CUDA plugin, else the third needs libtpu and plan.effort=full: it
+    takes longer than all the rest, and nothing but its own line depends on it.
     """
     c, limit, kind = case.config, case.config.plan.timeout_seconds, case.target.kind
     fast = c.plan.effort == "fast"
@@ -162,7 +163,7 @@ def _compile(case: Case) -> tuple[dict, dict | None, dict | None]:
         if kind == "tpu" or kind == "gpu" and gpu_devices.compiles(case.target.name):
             begun.append(compiling.start(c, case.hf_config, kind, case.target, case.mesh, case.rollout_mesh, names,
                                          fast))
-        elif kind == "gpu" and compiling.has_libtpu():
+        elif kind == "gpu" and not fast and compiling.has_libtpu():
             like = targets.Target("v5p", case.target.count, targets.slice_shape(case.target.count, 3))
             begun.append(compiling.start(c, case.hf_config, "tpu", like, case.mesh, None, {"update"}, fast))
         cpu = compiling.finish(begun[0], f"{case.target} (CPU devices)", limit)
@@ -218,7 +219,7 @@ def _too_large(program: dict) -> dict:
 
 def _cross_check(programs: dict, like: dict | None) -> dict:
     """Compares the update's counted temporaries with the TPU compiler's for the same program; says why if it cannot.
-    Empty without libtpu.
+    Empty without libtpu, and with plan.effort=fast.
     """
     found = (like or {"programs": {}})["programs"].get("update", {})
     if "temporaries" not in found:

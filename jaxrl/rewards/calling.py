@@ -51,6 +51,16 @@ def load_function(spec: str, setup: dict):
     return builtin.registered_rewards()[spec]
 
 
+def _prepare(fn) -> None:
+    """Calls fn.prepare(). Raises LoadError where it fails."""
+    try:
+        fn.prepare()
+    except LoadError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise LoadError(f"its prepare() failed: {describe(e)}") from None
+
+
 class Call:
     """A reward function with its calling convention, read from its signature.
 
@@ -70,7 +80,7 @@ class Call:
         self.fn, self.name = load_function(spec, setup), name
         self.size, self.seconds = getattr(self.fn, "size", 0), getattr(self.fn, "seconds", 0.0)
         if hasattr(self.fn, "prepare"):
-            self.fn.prepare()
+            _prepare(self.fn)
         try:
             parameters = list(inspect.signature(self.fn).parameters.values())
         except (TypeError, ValueError):  # some built-in callables have no signature

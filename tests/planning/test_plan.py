@@ -151,6 +151,22 @@ def test_a_plan_asks_for_its_effort(monkeypatch, effort):
     assert asked[1] == ("tpu", effort == "fast")
 
 
+@pytest.mark.parametrize("effort", ["full", "fast"])
+def test_a_plan_for_gpus_compiles_for_a_tpu_with_full_effort_alone(monkeypatch, effort):
+    begun = []
+    monkeypatch.setattr(compiling, "has_libtpu", lambda: True)
+    monkeypatch.setattr(plan.gpu_devices, "compiles", lambda name: False)
+    monkeypatch.setattr(compiling, "start", lambda c, hf, platform, *more: begun.append(platform) or (SimpleNamespace(poll=lambda: 0), 0, 0))
+
+    def finish(*args):
+        raise NotImplementedError
+
+    monkeypatch.setattr(compiling, "finish", finish)
+    with pytest.raises(NotImplementedError):
+        plan.make(tiny(plan__effort=effort, plan__target="h100:1"))
+    assert begun == (["cpu", "tpu"] if effort == "full" else ["cpu"])
+
+
 def test_without_libtpu_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(compiling, "has_libtpu", lambda: False)
     with pytest.raises(ConfigError, match="pip install libtpu"):
@@ -345,7 +361,7 @@ GPT_OSS = dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2,
 @pytest.mark.slow
 def test_a_plan_of_training_says_what_it_leaves_out(capsys, monkeypatch, tmp_path):
     """In the table and in the file; and a check that could not be made refuses nothing."""
-    c, path = tiny(plan__target="h100:1", plan__part="training", rollout__engine="vllm"), tmp_path / "plan.json"
+    c, path = tiny(plan__target="h100:1", plan__part="training", rollout__engine="vllm", plan__effort="full"), tmp_path / "plan.json"
     c.plan.json, finish = str(path), compiling.finish
     monkeypatch.setattr(compiling, "has_libtpu", lambda: True)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from jaxrl.migrate.jobs import DISTILL, PREFERENCE, SFT, Job
 from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems import tunix_optimizer, tunix_turns
 from jaxrl.migrate.systems.tunix_calls import CALLS
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, CRITIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING, VALUE
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
 ON_PPO, TWO = {PPO + "gae_lambda": 0.9}, {"batch_size": 16}
+TURNS = {"training_mode": "agentic_grpo", "env_class_path": "game.Lake", AGENTIC + "max_turns": 3}
 COSINE, DRAWN = "warmup_cosine_decay_schedule", {ROLLOUT + "return_logprobs": True}
 FALL = {OPT + "schedule_type": "cosine_decay_schedule", OPT + "init_value": 2e-5, OPT + "decay_steps": 100}
 LINE = {OPT + "schedule_type": "linear_schedule", OPT + "init_value": 2e-5, OPT + "transition_steps": 40}
@@ -68,7 +70,6 @@ AUTOMATIC = (
     ("apply_chat_template_to_dataset", "data.chat=auto", ()),
     ("tfds_download", "rows are of the Hugging Face hub or a file", ()),
     ("max_target_length", "read by peft_main alone", ("optimizer_config.**", "training_config.**")),
-    ("override_config_file", "read with the file that it names", ()),
     (
         "actor_model_config",
         "a table that is not set",
@@ -95,7 +96,6 @@ AUTOMATIC = (
     (TRAINING + "checkpointing_options.**", "a checkpoint is whole", ()),
     (TRAINING + "**", "no counterpart is needed", ()),
     (ROLLOUT + "**", "the sampler's own choice", ()),
-    (AGENTIC + "max_concurrency", "env.in_flight", (AGENTIC + "episode_timeout", AGENTIC + "per_turn_timeout_secs")),
     (AGENTIC + "**", "no counterpart is needed", ()),
 )
 
@@ -204,9 +204,15 @@ TABLE = Table(
             ),
             meaning.kl,
         ),
+        Joint(
+            "chat",
+            (K("chat_parser_config.enable_thinking", "equivalent", other=False, beside={"chat_parser_config.type": "gemma4"}),),
+            meaning.chat,
+        ),
+        Joint("file of keys", (K("override_config_file", "equivalent"),), meaning.file_of_keys),
         K(AGENTIC + "overlong_filter", "unsupported", fine=(False,), why="an episode that is cut keeps its reward"),
         K(AGENTIC + "degenerate_group_masking", "inert", why="groups without advantages add no loss anyway"),
-        K(ROLLOUT + "eos_tokens", "ask", why="model.eos_tokens names the tokens that end a completion"),
+        Joint("ends", (K(ROLLOUT + "eos_tokens", "equivalent", other=["<end_of_turn>"]),), meaning.ends),
         *(K(place + "kl_clamp_value", "unsupported", why="a token's KL is not cut") for place in (GRPO, AGENTIC, PPO)),
         *(
             K(place + name, "unsupported", fine=fine, refuse=True, why="a function of your own: algorithm.policy_loss, algorithm.advantage")
@@ -288,7 +294,7 @@ TABLE = Table(
                     ("exponent", None, None, {}),
                 )
             ),
-            meaning.optimizer,
+            tunix_optimizer.optimizer,
         ),
         Joint(
             "critic's optimizer",
@@ -308,7 +314,7 @@ TABLE = Table(
                     *((n, None) for n in ("transition_steps", "transition_begin", "exponent")),
                 )
             ),
-            meaning.critics_optimizer,
+            tunix_optimizer.critics_optimizer,
         ),
         K(
             OPT + "max_grad_norm",
@@ -316,7 +322,12 @@ TABLE = Table(
             why="optax's optimizer takes no such argument, and nothing else clips there: optimizer.max_grad_norm=0",
             also=(VALUE + "max_grad_norm",),
         ),
-        K(OPT + "warmup_ratio", "inert", why="warmup_steps is set, by base_config.yaml too", also=(VALUE + "warmup_ratio",)),
+        K(
+            OPT + "warmup_ratio",
+            "inert",
+            why="Tunix reads warmup_steps alone; without it the warm-up is a tenth of the run",
+            also=(VALUE + "warmup_ratio",),
+        ),
         K(OPT + "**", "automatic", why="no counterpart is needed"),
         K(VALUE + "**", "automatic", why="no counterpart is needed"),
         Joint(
@@ -328,6 +339,7 @@ TABLE = Table(
                 K(ACTOR + "mesh.axis_names", "equivalent"),
                 K("rollout_model_config.mesh.shape", "equivalent", other="(4,1)"),
                 K("rollout_model_config.mesh.axis_names", "equivalent"),
+                K("rollout_model_config.mesh.devices", "equivalent"),
                 K("rollout_model_config.mesh", "equivalent"),
                 K("reference_model_config.mesh", "equivalent"),
                 K(CRITIC + "mesh", "equivalent"),
@@ -375,7 +387,11 @@ TABLE = Table(
         ),
         Joint(
             "memory",
-            (K(TRAINING + "train_micro_batch_size", "equivalent", other=2), K(TRAINING + "gradient_accumulation_steps", "equivalent", default=1)),
+            (
+                K(TRAINING + "train_micro_batch_size", "equivalent", other=2),
+                K(TRAINING + "compute_logps_micro_batch_size", "equivalent", other=3),
+                K(TRAINING + "gradient_accumulation_steps", "equivalent", default=1),
+            ),
             meaning.memory,
         ),
         Joint(
@@ -396,8 +412,11 @@ TABLE = Table(
                 K("agent_kwargs.*", "equivalent"),
                 K("env_kwargs.*", "equivalent"),
                 K(AGENTIC + "off_policy_steps", "equivalent", default=0),
+                K(AGENTIC + "max_concurrency", "equivalent", other=4, beside=TURNS),
+                K(AGENTIC + "episode_timeout", "equivalent", other=90.0, beside=TURNS),
+                K(AGENTIC + "per_turn_timeout_secs", "equivalent", other=20.0, beside=TURNS),
             ),
-            meaning.turns,
+            tunix_turns.turns,
         ),
         K("agentic_ppo_config.**", "inert", why="Tunix has no agentic PPO yet", also=("agentic_ppo_config",)),
         *(K(n, "automatic", why=why, also=also) for n, why, also in AUTOMATIC),

@@ -6,7 +6,7 @@ import ast
 import math
 import re
 
-from jaxrl.migrate import common, episodes
+from jaxrl.migrate import common
 from jaxrl.migrate.devices import mesh, ranges, rest
 from jaxrl.migrate.table import Migration
 
@@ -27,25 +27,32 @@ TARGETS = {  # names of Tunix's layers in module_path -> projections
 }
 REWARD = '''"""Tunix's reward files, called as it does: each function gets lists, and a completion's score is their sum.
 
-The files lie where Tunix was started; put its checkout's folder into the environment variable TUNIX.
+The files lie where Tunix was started; put its checkout's folder into the environment variable TUNIX. What they import
+has to be in this environment; Tunix itself is found in the checkout.
 """
 
 import importlib.util
 import inspect
 import os
+import sys
 
 FILES = {files!r}
 _functions = []
 
 
 def prepare():
+    sys.path.append(os.path.abspath(os.environ.get("TUNIX", ".")))
     for file in FILES:
         place = os.path.join(os.environ.get("TUNIX", "."), file)
         if not os.path.exists(place):
             raise RuntimeError(f"{{place}}: not found; name the folder that {{file}} is below in the variable TUNIX")
         spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), place)
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as e:
+            what = "install what it imports in this environment, or write the reward in"
+            raise RuntimeError(f"{{file}}: {{e}}: {{what}} {{__file__}}")
         own = (f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__)
         _functions.extend(own)
 
@@ -90,6 +97,7 @@ def rate(m: Migration, place: str, name: str):
     key = place + name
     if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
         return m[key] if m[key] is not None or place == OPT else m[OPT + name]
+    m.replaced.add(key)
     return OPTAX.get(name)
 
 
@@ -105,6 +113,27 @@ def model(m: Migration):
     given = m.given("tokenizer_config.tokenizer_path")
     if given and m.text("tokenizer_config.tokenizer_type") == "huggingface" and tokenizer.lower() != path.lower():
         m.set("model.tokenizer", tokenizer, "tokenizer_config.tokenizer_path")
+
+
+def file_of_keys(m: Migration):
+    key = "override_config_file"
+    found = not any(text.startswith(f"{m[key]}: ") for text in m.needs_you)
+    said = ("automatic", "read, its keys among these") if found else ("ask", "not found: its keys are not read")
+    m.mark(key, *said)
+
+
+def ends(m: Migration):
+    """Tokens that end a completion: texts are model.eos_tokens, numbers those of the model's own files."""
+    key = ROLLOUT + "eos_tokens"
+    tokens = m.list(key)
+    if tokens and all(isinstance(t, str) for t in tokens):
+        m.set("model.eos_tokens", tuple(tokens), key)
+    elif tokens:
+        m.mark(key, "automatic", "the model's generation_config.json and its tokenizer say what ends a completion")
+        m.differs(
+            f"{key}={tokens}: here completions end at the tokens of the model's generation_config.json and tokenizer; "
+            "if these are others, name them by their text in model.eos_tokens"
+        )
 
 
 def lengths(m: Migration):
@@ -315,7 +344,10 @@ def data(m: Migration):
     if files:
         common.reward_file(m, REWARD.format(files=files), "reward_functions")
         m.set("reward.env", ("TUNIX",), "reward_functions")  # workers see no other variable
-        m.needs(f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER")
+        m.needs(
+            f"{m.name}_reward.py calls {', '.join(files)} where Tunix's checkout lies: export TUNIX=FOLDER, in an "
+            "environment that has what they import"
+        )
     if m.flag("verl_compatible"):
         m.lacks(
             "verl_compatible",
@@ -330,6 +362,8 @@ def whole_updates(m: Migration) -> int:
     own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
     if own and (steps := m.integer(key)):
         return steps
+    if not own:
+        m.replaced.add(key)
     share = m.number("train_fraction") or 0.8
     return int((m.integer("num_batches") or 0) * (m.integer("num_train_epochs") or 1) * share)
 
@@ -360,102 +394,7 @@ def run(m: Migration):
     m.facts["evaluation"] = "none: its command line hands the trainer no held-out rows"
 
 
-PEAKS = {  # optax's schedules that are read -> the key of the highest rate
-    "": "learning_rate",
-    "constant_schedule": "value",
-    "warmup_constant_schedule": "peak_value",
-    "warmup_cosine_decay_schedule": "peak_value",
-    "cosine_decay_schedule": "init_value",
-    "linear_schedule": "init_value",
-}
-
-
-def _rate(m: Migration, place: str) -> dict[str, tuple]:
-    """Returns option -> (value, its keys) of an optimizer's table."""
-    kind = str(rate(m, place, "schedule_type") or "")
-    key = place + PEAKS.get(kind, "peak_value")
-    peak = rate(m, place, PEAKS.get(kind, "peak_value"))
-    if kind not in PEAKS:
-        m.lacks(
-            place + "schedule_type",
-            f"{kind}: of optax's schedules {', '.join(filter(None, PEAKS))} are read",
-            refuse=True,
-        )
-        peak = peak or 3e-5
-    elif not isinstance(peak, int | float) or peak <= 0:
-        m.lacks(key, f"{peak or 'not set'}: {kind or 'the optimizer'} needs a rate above 0 there", refuse=True)
-        peak = 3e-5
-    out: dict[str, tuple] = {"lr": (float(peak), key, place + "schedule_type")}
-    for name in ("b1", "b2", "eps", "weight_decay"):
-        value = rate(m, place, name)
-        out[name] = (OPTAX[name] if value is None else float(value), place + name)
-    return out | _shape(m, place, kind, float(peak))
-
-
-def _shape(m: Migration, place: str, kind: str, peak: float) -> dict[str, tuple]:
-    """Returns what a schedule of optax does with its rate: option -> (value, its keys)."""
-    still = {"schedule": ("constant", place + "schedule_type"), "warmup_steps": (0, place + "warmup_steps")}
-    if kind in ("", "constant_schedule") or kind not in PEAKS:
-        return still
-    updates = whole_updates(m)
-    length, warm = int(rate(m, place, "decay_steps") or updates), int(rate(m, place, "warmup_steps") or updates // 10)
-    first, last = float(rate(m, place, "init_value") or 0), float(rate(m, place, "end_value") or 0)
-    start = {"warmup_start": (first / peak, place + "init_value")} if first or place == VALUE else {}
-    if kind == "warmup_constant_schedule":
-        return still | {"warmup_steps": (warm, place + "warmup_steps")} | start
-    if kind == "linear_schedule":
-        length = int(rate(m, place, "transition_steps") or 0)
-        if length < 1 or rate(m, place, "transition_begin"):
-            m.lacks(place + "transition_steps", "a decay of so many updates, from the first one on", refuse=True)
-        linear = ("linear", place + "schedule_type")
-        end = {"decay_steps": (max(length, 1), place + "transition_steps"), "floor": (last / peak, place + "end_value")}
-        return still | {"schedule": linear} | end
-    cosine = {"schedule": ("cosine", place + "schedule_type")}
-    if (rate(m, place, "exponent") or 1) != 1:
-        m.lacks(place + "exponent", "a cosine to the power of 1")
-    if kind == "cosine_decay_schedule":
-        floor = float(rate(m, place, "alpha") or 0), place + "alpha"
-        return still | cosine | {"decay_steps": (length, place + "decay_steps"), "floor": floor}
-    out = cosine | start | {"floor": (last / peak, place + "end_value")}
-    out["warmup_steps"] = (warm, place + "warmup_steps")
-    if not length:  # over all of a run whose length the rows decide
-        return out | {"warmup_steps": (0, place + "warmup_steps"), "warmup_fraction": (0.1, place + "warmup_steps")}
-    if length <= warm:
-        m.lacks(place + "decay_steps", f"{length}: the warm-up has {warm}, and optax needs more", refuse=True)
-    return out | {"decay_steps": (max(length - warm, 1), place + "decay_steps", place + "warmup_steps")}
-
-
-def kind_of_optimizer(m: Migration):
-    """Says that an optimizer other than AdamW is not read."""
-    kind = rate(m, OPT, "opt_type")
-    if str(kind or "adamw").lower() != "adamw":
-        m.lacks(OPT + "opt_type", f"{kind}: the optimizer is AdamW")
-
-
-def optimizer(m: Migration):
-    kind_of_optimizer(m)
-    for option, (value, *keys) in _rate(m, OPT).items():
-        m.set(f"optimizer.{option}", value, *keys)
-    m.set("optimizer.max_grad_norm", 0.0, OPT + "opt_type")
-    o = m.options
-    share = o.get("optimizer.warmup_fraction", (0,))[0]
-    warm = f"{share} of all" if share else o["optimizer.warmup_steps"][0]
-    m.facts["learning rate"] = f"{o['optimizer.lr'][0]}, {o['optimizer.schedule'][0]}, warm-up {warm} updates"
-
-
-def critics_optimizer(m: Migration):
-    given = [s.key for s in m.singles.values() if s.key.startswith(VALUE)]
-    if algorithm(m) != PPO:
-        for key in given:
-            m.mark(key, "inert", "GRPO has no critic")
-        return
-    if not given:
-        m.needs("critic.lr: critic_optimizer_config is not set, and a critic needs an optimizer there")
-        return
-    theirs = {option: (value, tuple(keys)) for option, (value, *keys) in _rate(m, VALUE).items()}
-    lr, keys = theirs.pop("lr")
-    m.set("critic.lr", lr, *keys)
-    common.critics_optimizer(m, theirs)
+AXES = ("fsdp", "tp")  # of a mesh, Tunix's usual ones
 
 
 def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
@@ -466,29 +405,37 @@ def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
         return list(found) if isinstance(found, list | tuple) else [found]
 
     try:
-        sizes, axes = parts(m[key]), parts(m[names])
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        sizes, axes = [int(s) for s in parts(m[key])], [str(a) for a in parts(m[names])]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise m.wrong(key, 'sizes such as "(2,4)"') from None
-    return {str(a): int(s) for a, s in zip(axes, sizes, strict=False)}
+    if len(sizes) != len(axes) and not (m.given(names) and m.given(key)) and len(sizes) <= len(AXES):
+        axes = list(AXES)[: len(sizes)]
+    if len(sizes) != len(axes):
+        raise m.wrong(key, f"a size for each of {names}={tuple(axes)}")
+    return dict(zip(axes, sizes, strict=True))
 
 
 def layout(m: Migration):
     shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
     sizes = _sizes(m, shape, names)
-    count = math.prod(sizes.values())
+    known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
+    count = math.prod(sizes.values()) if known else 0
     tp, keys = sizes.get("tp", sizes.get("tensor", 1)), (shape, names)
     mesh(m, keys, keys, tp=tp, gpus=count, fsdp=sizes.get("fsdp", 0))
     m.gpus = m.gpus or count
-    m.facts["chips"] = count
     m.set("rollout.engine", "jax", "rollout_engine")
-    other = "rollout_model_config.mesh.shape"
-    if m[other] is not None:
+    other, places = "rollout_model_config.mesh.shape", "rollout_model_config.mesh.devices"
+    if m[other] is not None and m.text(places) == "actor":
+        m.differs(f"the sampler has the mesh {m[other]} over the actor's chips there; here it has the policy's mesh")
+        for key in (other, "rollout_model_config.mesh.axis_names"):
+            m.mark(key, "automatic", "the sampler is on the policy's chips")
+    elif m[other] is not None and known:
         axes = "rollout_model_config.mesh.axis_names"
         theirs = _sizes(m, other, axes if m[axes] is not None else names)
         more = math.prod(theirs.values())
         m.set("mesh.roles.policy", {"devices": ranges(list(range(count)))}, *keys)
         m.set("mesh.roles.sampler", {"devices": ranges(list(range(count, count + more)))}, other)
-        m.facts["chips"] = count + more
+        m.facts["GPUs"] = f"{count + more}: {count} that train and {more} that sample"
     if m.text("rollout_engine") != "vanilla":
         m.differs(
             "completions are sampled by jaxrl's embedded sampler, not by vLLM or SGLang-JAX: the same distribution"
@@ -497,10 +444,16 @@ def layout(m: Migration):
         rest(m, "host", "offload_to_cpu")
 
 
+def chat(m: Migration):
+    """Whether the template lets the model think: Gemma 4's parser alone reads it from the command line."""
+    key = "chat_parser_config.enable_thinking"
+    if m.given(key) and (m.table.job == "program" or m.text("chat_parser_config.type") == "gemma4"):
+        m.set("data.chat_template_kwargs.enable_thinking", m.flag(key), key)
+
+
 def adapters(m: Migration):
     place = ACTOR if m[ACTOR + "lora_config.rank"] is not None else MODEL
-    rank = m[place + "lora_config.rank"]
-    if rank is None:
+    if not m[place + "lora_config.rank"]:
         return
     alpha, modules = place + "lora_config.alpha", place + "lora_config.module_path"
     names = re.split(r"\|", m.text(modules) or m.text(ACTOR + "lora_config.module_path"))
@@ -530,24 +483,48 @@ def remat(m: Migration):
         m.set("model.remat", kinds.get(str(value).upper(), "auto"), key)
 
 
-IN_FP32 = re.compile(r"(?i)qwen[-_]?[23]|gemma[-_]?4")  # fp32 unless the config says otherwise
+# Tunix's table of names (models/naming.py): beginnings of a checkpoint's or a config's name -> the class of the model's
+# config
+CLASSES = {
+    "gemma": ("gemma-", "gemma-1.1-", "gemma-2-", "gemma_", "gemma1p1_", "gemma2_"),
+    "gemma3": ("gemma-3-", "gemma3_"),
+    "gemma4": ("gemma-4-", "gemma4_"),
+    "llama3": ("llama-3-", "llama-3.1-", "llama-3.2-", "llama3_", "llama3p1_", "llama3p2_"),
+    "qwen2": ("qwen2.5-", "deepseek-r1-distill-qwen-", "qwen2p5_", "deepseek_r1_distill_qwen_"),
+    "qwen3": ("qwen3-", "qwen3.5-", "qwen3_", "qwen3p5_"),
+}
+IN_FP32 = ("qwen2", "qwen3", "gemma4")  # classes that compute in fp32 unless the config says otherwise
+
+
+def class_of(model: str) -> str:
+    """Returns Tunix's class of a model's config by the model's id or name, "" where its table has none."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    name = "llama-" + name.removeprefix("meta-llama-") if name.startswith("meta-llama-") else name
+    found = [(len(start), kind) for kind, starts in CLASSES.items() for start in starts if name.startswith(start)]
+    return max(found)[1] if found else ""
+
+
+def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
+    """Sets and returns the trainer's dtype: by its key, else fp32 of some classes of models, else the usual one."""
+    named = common.DTYPES.get(m.text(key))
+    wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
+    found = named or ("fp32" if wide else usual)
+    m.set("train.compute_dtype", found, key, *keys)
+    if wide and not named:
+        m.set("run.matmul_precision", "default", key, *keys)
+        m.differs(
+            "Tunix computes this model in fp32, with products at the platform's default precision, where "
+            "model_config.dtype is not set; so does this config. bf16 is faster: train.compute_dtype, rollout.dtype"
+        )
+    return found
 
 
 def dtypes(m: Migration):
     """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
     where it is not set; the others in that of their weights."""
-    key, named = owner(m, "dtype"), m.text(owner(m, "dtype"))
-    models = m.text(owner(m, "model_id")) + " " + m.text(MODEL + "model_name")
-    wide = m.version != "0.1.6" and IN_FP32.search(models) and m.text(MODEL + "model_source") != "maxtext"
-    computed = common.DTYPES.get(named) or ("fp32" if wide and not named else "bf16")
-    m.set("train.compute_dtype", computed, key)
-    m.set("rollout.dtype", computed, key)
-    if computed == "fp32" and not named:
-        m.set("run.matmul_precision", "default", key)
-        m.differs(
-            "Tunix computes this model in fp32, with products at the platform's default precision, where "
-            "model_config.dtype is not set; so does this config. bf16 is faster: train.compute_dtype, rollout.dtype"
-        )
+    key = owner(m, "dtype")
+    kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
+    m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
     loaded = m[ACTOR + "load_dtype"]
     held = common.DTYPES.get(str(loaded), "bf16") if loaded is not None else "bf16"
     m.set("train.param_dtype", held, ACTOR + "load_dtype")
@@ -555,10 +532,24 @@ def dtypes(m: Migration):
 
 def memory(m: Migration):
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
-    size = m.integer(TRAINING + "train_micro_batch_size")
+    key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
+    size, group = m.integer(key), m.options["rollout.group_size"][0]
+    shards = max((m.trained_on or 1) // m.options.get("mesh.tp", (1,))[0], 1)  # of the data
+
+    def held(prompts: int) -> int:
+        return -(-prompts * group // shards) * longest
+
     if size:
-        sequences = size * m.options["rollout.group_size"][0]
-        m.set("train.tokens_per_microbatch", sequences * longest, TRAINING + "train_micro_batch_size")
+        m.set("train.tokens_per_microbatch", held(size), key)
+        m.differs(
+            f"micro-batches of {size * group} sequences over {shards} data shards there: here "
+            f"{held(size) // longest} on each, of {longest} tokens (train.tokens_per_microbatch)"
+        )
+    other = m.integer(scored)
+    if other and held(other) != (held(size) if size else 0):
+        m.set("train.score_tokens_per_microbatch", held(other), scored)
+    else:
+        m.mark(scored, "automatic", "as many as the update's")
     m.mark(TRAINING + "gradient_accumulation_steps", "automatic", "it follows from the micro-batch")
 
 
@@ -571,30 +562,3 @@ def places(m: Migration):
     every = m.options["checkpoint.every_steps"][0]
     if every and common.updates(m) > 1:  # counted in updates there
         m.set_again("checkpoint.every_steps", max(round(every / common.updates(m)), 1))
-
-
-def turns(m: Migration):
-    if algorithm(m) != AGENTIC:
-        return
-    env, agent, bound = m.text("env_class_path"), m.text("agent_class_path"), m.integer(AGENTIC + "max_turns")
-    ahead = m.integer(AGENTIC + "off_policy_steps")
-    if ahead:
-        m.set("rollout.max_staleness", ahead, AGENTIC + "off_policy_steps")
-    if not env and not agent and (bound or 1) == 1:
-        m.mark(AGENTIC + "max_turns", "automatic", "one turn")
-        return
-    said = [
-        f"{s.key}={s.value}"
-        for name in ("agent_class_path", "env_class_path", "agent_kwargs.*", "env_kwargs.*")
-        for s in m.all(name)
-    ]
-    steps = next((s for s in m.all("env_kwargs.*") if s.key.endswith("max_steps")), None)
-    turns_ = bound or (int(steps.value) if steps and isinstance(steps.value, int) else None)
-    if not m.list("reward_functions"):
-        m.set("reward.functions", (), "reward_functions")
-    keys = (AGENTIC + "max_turns",) if bound else ("env_class_path", "env_kwargs.*")
-    episodes.episode(m, env or agent, said, turns_, *keys)
-    both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
-    episodes.longest(m, both, ROLLOUT + "total_generation_steps")
-    for s in (*m.all("agent_class_path"), *m.all("agent_kwargs.*"), *m.all("env_kwargs.*")):
-        m.mark(s.key, "ask", "written into the stub of the episode")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxrl.migrate import common
 from jaxrl.migrate.derived import defaults
 from jaxrl.migrate.systems import tunix_meaning as meaning
+from jaxrl.migrate.systems import tunix_optimizer
 from jaxrl.migrate.systems.tunix import TABLE
 from jaxrl.migrate.systems.tunix_calls import AXES, CLIP, SHAPE
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, AGENTIC, GRPO, MODEL, OPT, PPO, ROLLOUT, TRAINING
@@ -30,12 +31,13 @@ def model(m: Migration):
     """The model, or that of the tokenizer where no call names it."""
     tokenizer = "tokenizer_config.tokenizer_path"
     key = ACTOR + "model_id" if m.text(ACTOR + "model_id") else MODEL + "model_id"
-    path = m.text(key) or m.text(ROLLOUT + "rollout_vllm_model_version") or m.text(tokenizer)
+    engines = (ROLLOUT + "rollout_vllm_model_version", ROLLOUT + "rollout_sglang_jax_model_version")
+    path = next(filter(None, (m.text(k) for k in (key, *engines, tokenizer))), "")
     m.set("run.seed", m.integer(MODEL + "rng_seed") or 0, MODEL + "rng_seed")
     if not path:
         m.needs(f"model.path: give {key}=NAME after the file")
         return
-    m.set("model.path", path, key, ROLLOUT + "rollout_vllm_model_version", tokenizer)
+    m.set("model.path", path, key, *engines, tokenizer)
     if not m.given(key):
         m.needs(f"model.path={path}: the program names it for its sampler or tokenizer; name another one if it trains another")
     if m.given(tokenizer) and m.text(tokenizer) != path:
@@ -71,8 +73,9 @@ def data(m: Migration):
         m.set("data.split", m.text("train_split"), "train_split")
     rewards = [str(name) for name in m.list("reward_functions")]
     if rewards or not m.text("env_class_path"):
-        named = ", ".join(rewards) or "the program's reward"
-        common.reward_stub(m, named, f"{m.name}.py: {named}", "reward_functions")
+        file = m.where("reward_functions").partition(":")[0].partition(" cell")[0] if rewards else "the program"
+        named = ", ".join(name.removeprefix(file.rpartition(".")[0] + ".") for name in rewards) or "the program's reward"
+        common.reward_stub(m, named, f"{file}: {named}", "reward_functions")
 
 
 def run(m: Migration):
@@ -89,7 +92,7 @@ def run(m: Migration):
 
 
 def optimizer(m: Migration):
-    meaning.kind_of_optimizer(m)
+    tunix_optimizer.kind_of_optimizer(m)
     if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value", "value", "init_value")):
         m.needs("optimizer.lr: no learning rate of optax is found: give "
                 f"{OPT}learning_rate=RATE after the file")
@@ -98,7 +101,7 @@ def optimizer(m: Migration):
             m.set(f"optimizer.{name}", float(meaning.OPTAX[name] if value is None else value), OPT + name)
         m.set("optimizer.schedule", "constant", OPT + "schedule_type")
     else:
-        meaning.optimizer(m)
+        tunix_optimizer.optimizer(m)
         m.options.pop("optimizer.max_grad_norm")
     m.set("optimizer.max_grad_norm", float(m.number(CLIP) or 0), CLIP, OPT + "opt_type")
 
@@ -106,13 +109,16 @@ def optimizer(m: Migration):
 def dtypes(m: Migration):
     """The actor's dtype is what its weights are read in; a model's config may compute in another."""
     key = ACTOR + "load_dtype"
-    found = common.DTYPES.get(m.text(key), "")
+    found, engine = common.DTYPES.get(m.text(key), ""), ROLLOUT + "rollout_vllm_kwargs.dtype"
     m.set("train.param_dtype", found or "fp32", key)
-    computed = common.DTYPES.get(m.text(MODEL + "dtype"), "bf16")
-    m.set("train.compute_dtype", computed, MODEL + "dtype")
-    m.set("rollout.dtype", computed, MODEL + "dtype")
-    m.needs("train.param_dtype, train.compute_dtype: the program's models say in which dtype weights are kept and computed; "
-            f"here {found or 'fp32'} and {computed}")
+    named = MODEL + "model_name" if m.text(MODEL + "model_name") else MODEL + "model_id"
+    kind = meaning.class_of(m.text(named) or m.options.get("model.path", ("",))[0])
+    computed = meaning.computed(m, MODEL + "dtype", kind, found or "bf16", named)
+    own = common.DTYPES.get(m.text(engine), "auto") if m.text("rollout_engine") == "vllm" else "auto"
+    m.set("rollout.dtype", computed if own == "auto" else own, MODEL + "dtype", engine)
+    if not found or not kind and not m.given(MODEL + "dtype"):
+        m.needs("train.param_dtype, train.compute_dtype: the program's models say in which dtype weights are kept and computed; "
+                f"here {found or 'fp32'} and {computed}; give {key}=VALUE and {MODEL}dtype=VALUE after the file")
 
 
 # other values that change a program's config; None = none does: no call of a program gives the key, or only one value is read
@@ -121,11 +127,12 @@ OWN = {"model": model, "batch": batch, "data": data, "length of the run": run, "
 
 
 def _rule(rule: Key | Joint) -> Key | Joint:
-    if not isinstance(rule, Joint):
-        return rule
+    if not isinstance(rule, Joint):  # the name of a model's config says its dtype here
+        return replace(rule, also=tuple(n for n in rule.also if n != MODEL + "model_name"))
     rate = {OPT + "learning_rate": 1e-6}
     more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate),),
-            "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"),)}
+            "dtypes": (Key(MODEL + "model_name", "equivalent", other="qwen3_8b"), Key(ROLLOUT + "rollout_vllm_kwargs.dtype", "equivalent")),
+            "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"), Key(ROLLOUT + "rollout_sglang_jax_model_version", "equivalent"))}
     keys = tuple(replace(key, other=OTHER.get(key.name, key.other)) for key in rule.keys)
     return replace(rule, keys=keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
 
@@ -133,12 +140,22 @@ def _rule(rule: Key | Joint) -> Key | Joint:
 VLLM = ("server_mode", "async_scheduling", "hbm_utilization", "max_num_seqs", "max_num_batched_tokens", "tpu_backend_type",
         "init_with_random_weights", "reshard_chunk_size", "enable_dp_attention", "server_mode_submission_threshold",
         "server_mode_submission_timeout_s", "swap_space_size_gb")
-SGLANG = ("model_version", "mem_fraction_static", "init_with_random_weights", "disable_radix_cache", "enable_deterministic_sampling",
+SGLANG = ("mem_fraction_static", "init_with_random_weights", "disable_radix_cache", "enable_deterministic_sampling",
           "chunked_prefill_size", "max_running_requests", "page_size", "use_sort_for_toppk_minp", "context_length", "precompile_token_paddings",
           "precompile_bs_paddings", "enable_static_lora", "enable_single_process")
 MORE = (
     Key(ROLLOUT + "kv_cache_size", "automatic", why="the cache holds prompt and completion", also=(
         *(f"{ROLLOUT}rollout_vllm_{name}" for name in VLLM), *(f"{ROLLOUT}rollout_sglang_jax_{name}" for name in SGLANG))),
+    Key(ROLLOUT + "tensor_parallel_size", "automatic", why="the sampler is on the policy's mesh, or on mesh.roles.sampler", also=(
+        ROLLOUT + "data_parallel_size", ROLLOUT + "expert_parallel_size")),
+    Key(MODEL + "param_dtype", "automatic", why="weights are kept in the dtype that create_model_from_safe_tensors is given"),
+    Key(MODEL + "shd_config", "automatic", why="weights are sharded by the mesh"),
+    Key(ROLLOUT + "seed", "automatic", why="drawn by run.seed"),
+    Key(ROLLOUT + "data_type", "automatic", why="the sampler computes as the trainer, or in rollout.dtype"),
+    Key(ROLLOUT + "rollout_vllm_kwargs", "automatic", why="the embedded sampler has no options of vLLM", also=(
+        ROLLOUT + "rollout_vllm_kwargs.**", ROLLOUT + "rollout_mapping_config", ROLLOUT + "rollout_vllm_additional_config",
+        ROLLOUT + "rollout_vllm_additional_config.**", ROLLOUT + "rollout_vllm_lora_config", ROLLOUT + "rollout_vllm_lora_config.**",
+        ROLLOUT + "rollout_vllm_logprobs_mode", ROLLOUT + "rollout_vllm_hf_config_path")),
     Key(ROLLOUT + "rollout_vllm_sampling_kwargs.*", "ask", why="options of sampling: rollout.stop, rollout.top_p and their like"),
     Key(AGENTIC + "filter_statuses", "inert", why="read with overlong_filter alone"),
 )

@@ -124,6 +124,7 @@ JOBS = (
 TABLE = Table(
     name="verl", title="verl", command=r"verl[./]|main_ppo|main_dapo", versions=("0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
     jobs=JOBS, groups=("engine", "optim", "model"),
+    own_configs=r"(_generated_)?(ppo(_\w+)?|sft)_trainer(_engine)?",
     differs=(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; verl's does not",
