@@ -17,6 +17,7 @@ from jaxrl.migrate.systems.roll_layout import (
     ULYSSES,
     VALID,
     devices,
+    packed_tokens,
     sizes,
 )
 from jaxrl.migrate.table import Migration
@@ -59,9 +60,12 @@ def batch(m: Migration):
     per, pairs = m.integer(PER_DEVICE), m.options["run.recipe"][0] == "preference"
     supervised.rows(m, per * m.integer(ACCUMULATION) * dp, "pairs" if pairs else "rows", *keys)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    longest = m.options["train.max_sequence_tokens"][0]
+    packed, of = (0, ()) if pairs else packed_tokens(m, "train")  # ROLL's DPO refuses it
     if m.flag(dynamic) and m.integer(most):
-        longest = m.options["train.max_sequence_tokens"][0]
         m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    elif packed:
+        m.set("train.tokens_per_microbatch", max(packed, longest), *of)
     else:
         supervised.memory(m, per * (1 + pairs), PER_DEVICE, "sequence_length")
 
@@ -290,6 +294,9 @@ def on_policy(m: Migration):
         if on:
             m.lacks(key, "beside a teacher there is the loss of the sampled tokens alone")
     supervised.without_rewards(m, SAMPLED)
+    force = "force_disable_old_logprobs_recompute"
+    if m.number("init_kl_coef") and not m.flag(force):  # what the advantage is the difference to
+        m.options["algorithm.old_logprobs"] = ("recompute", ("enable_old_logprobs_recompute", "init_kl_coef", force))
     m.set("run.recipe", "distill", "is_pure_opd")
     m.set("distill.loss", "sampled", "is_pure_opd")
     m.set("distill.coef", float(m.number(REF + "opd_kl_coef")), REF + "opd_kl_coef")

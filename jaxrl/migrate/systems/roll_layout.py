@@ -30,6 +30,7 @@ EPISODE = "tokens of an episode"  # a fact of the agentic pipeline
 
 
 PER_DEVICE, ACCUMULATION = TRAIN + ARGS + "per_device_train_batch_size", TRAIN + ARGS + "gradient_accumulation_steps"
+PACKS, PACKING = TRAIN + "use_sequence_packing", TRAIN + "sequence_packing_args."
 LENGTHS = ("prompt_length", "response_length", "sequence_length")
 
 
@@ -152,20 +153,40 @@ def reference_dtype(m: Migration):
     common.frozen_dtype(m, f"{role}.dtype", kind, key)
 
 
+def packed_tokens(m: Migration, pass_: str) -> tuple[int, tuple[str, ...]]:
+    """Returns the tokens of a micro-batch that Megatron packs by load, and their keys; 0 where it does not. pass_:
+    train or forward."""
+    most, how = PACKING + f"max_packed_sequence_length_{pass_}", PACKING + "algorithm"
+    on = m.flag(PACKS) and "megatron" in m.text(STRATEGY) and m.text(how) == "load_balance"
+    if not on:
+        m.mark(most, "inert", "read by Megatron with use_sequence_packing and algorithm=load_balance alone")
+        m.mark(PACKS, "automatic", "rows are packed")
+        return 0, ()
+    if not m.integer(most):
+        raise m.wrong(most, "a length, as algorithm=load_balance does")
+    return m.integer(most), (PACKS, how, most)
+
+
 def memory(m: Migration):
     both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     longest = m.facts.get(EPISODE, both)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    packed, of = packed_tokens(m, "train")
     if m.flag(dynamic) and m.integer(most):
         m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    elif packed:
+        m.set("train.tokens_per_microbatch", max(packed, longest), *of)
     else:
         m.set("train.tokens_per_microbatch", m.integer(PER_DEVICE) * longest, PER_DEVICE, *LENGTHS)
+    scored_packed, scored_of = packed_tokens(m, "forward")
     scored, many = TRAIN + "infer_batch_size", TRAIN + "max_tokens_per_microbatch_in_infer"
     if m.flag(TRAIN + "use_dynamic_batching_in_infer") and m.integer(many):
         tokens, keys = max(m.integer(many), longest), (TRAIN + "use_dynamic_batching_in_infer", many)
+    elif scored_packed:
+        tokens, keys = max(scored_packed, longest), scored_of
     else:
         tokens, keys = m.integer(scored) * longest, (scored, *LENGTHS)
-    if tokens != m.options["train.tokens_per_microbatch"][0]:
+    if tokens != m.options["train.tokens_per_microbatch"][0] or scored_packed:
         m.set("train.score_tokens_per_microbatch", tokens, *keys)
     _rest(m)
 
