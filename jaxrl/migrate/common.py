@@ -136,6 +136,13 @@ def critics_dtype(m: Migration, key: str, option: str) -> None:
         m.lacks(key, f"{m[key]}: the critic has the policy's dtype ({option}={here})")
 
 
+def critics_weights(m: Migration, held: str | None, key: str) -> None:
+    """Says that a critic holds and learns its weights in another dtype than the policy."""
+    here = m.options.get("train.param_dtype", ("fp32",))[0]
+    if m.options.get("algorithm.advantage", ("",))[0] == "gae" and held != here:
+        m.lacks(key, f"the critic's weights are learnt in {held} there, here as the policy's (train.param_dtype={here})")
+
+
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:
     """Sets a source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a
     micro-batch; 0 where that number is not in the config, as with micro-batches of so many tokens."""

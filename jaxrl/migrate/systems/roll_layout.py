@@ -74,15 +74,20 @@ def numbers(text) -> list[int]:
 
 def devices(m: Migration, role: str) -> list[int]:
     """The devices of a role; [] where the source sets none."""
-    value = m[role + "device_mapping"]
+    return devices_of(m, role + "device_mapping")
+
+
+def devices_of(m: Migration, key: str) -> list[int]:
+    """The devices that a key names; [] where it is not set."""
+    value = m[key]
     if value is None:
         return []
     try:
         found = numbers(value)
     except ValueError:
-        raise m.wrong(role + "device_mapping", "device numbers such as list(range(0,8))") from None
+        raise m.wrong(key, "device numbers such as list(range(0,8))") from None
     if len(set(found)) != len(found):
-        raise m.wrong(role + "device_mapping", "each device once")
+        raise m.wrong(key, "each device once")
     return found
 
 
@@ -126,12 +131,18 @@ def layout(m: Migration):
 
 def master_weights(m: Migration):
     """FSDP2 loads and learns parameters in its param_dtype (unset: fp32); others keep fp32 beside bf16."""
-    key = TRAIN + CONFIG + "param_dtype"
-    kind = common.DTYPES.get(m.text(key)) if m[key] is not None and "fsdp" in m.text(STRATEGY) else "fp32"
+    key, kind = TRAIN + CONFIG + "param_dtype", _held(m, TRAIN)
     if kind not in ("fp32", "bf16"):
         m.lacks(key, f"{m[key]}: weights are held in float32 or bfloat16")
         kind = "fp32"
     m.set("train.param_dtype", kind, key, STRATEGY)
+
+
+def _held(m: Migration, role: str) -> str | None:
+    """Returns the dtype in which a role's weights are held and learnt; None for one that there is not."""
+    key = role + CONFIG + "param_dtype"
+    fsdp = m[key] is not None and "fsdp" in m.text(role + "strategy_args.strategy_name")
+    return common.DTYPES.get(m.text(key)) if fsdp else "fp32"
 
 
 def _computes(m: Migration, role: str) -> tuple[str, str]:
@@ -145,6 +156,9 @@ def compute_dtypes(m: Migration):
     key, kind = _computes(m, TRAIN)
     m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key)
     common.critics_dtype(m, _computes(m, CRITIC)[0], "train.compute_dtype")
+    key, strategy = CRITIC + CONFIG + "param_dtype", CRITIC + "strategy_args.strategy_name"
+    if m.given(key) or m.given(strategy):
+        common.critics_weights(m, _held(m, CRITIC), key if m.given(key) else strategy)
 
 
 def reference_dtype(m: Migration):
