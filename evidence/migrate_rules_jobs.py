@@ -153,7 +153,9 @@ def _roll(k, c, role: str, clip: float, model) -> dict:
 def roll_sft(k, c, version: str) -> dict:
     """ROLL at v0.1.3 to 8eb27cc: pipeline/sft/*.py."""
     return _roll(k, c, "sft_train.", 1.0, k("pretrain")) | {
-        "columns": ((c.data.prompt_column, c.data.completion_column), (k("prompt_key", default="instruction"), k("response_key", default="output"))),
+        # sft_pipeline.py, build_conversation: a prompt of one column, or of several, which rows here do not have in one yet
+        "columns": ((c.data.prompt_column, c.data.completion_column), ("+".join(filter(None, (
+            k("prompt_key", default="instruction"), k("query_key"), k("system_key")))), k("response_key", default="output"))),
         "shuffled": (c.data.shuffle, False),
         "longer rows": (c.data.overlong_completion, "truncate"),
     }
@@ -183,7 +185,8 @@ def roll_distill(k, c, version: str) -> dict:
         "prompt": (d.on_prompt, k("distill_on_prompt", default=False)),
         "rows' own completions": (d.on_policy, 0.0),
         "teacher": (c.teacher.path, k("teacher_pretrain")),
-        "columns": ((c.data.prompt_column, c.data.completion_column), (k("question_key", default="question"), k("answer_key", default="answer"))),
+        "columns": ((c.data.prompt_column, c.data.completion_column), ("+".join(filter(None, (
+            k("question_key", default="question"), k("prompt_key"), k("system_key")))), k("answer_key", default="answer"))),
     }
 
 

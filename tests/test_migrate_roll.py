@@ -277,3 +277,25 @@ def test_on_policy_distillation_has_one_temperature_and_the_trainers_log_probs()
     assert not m.lacking and values(m)["algorithm.old_logprobs"] == "auto"
     m = migrated({**BATCH, "force_disable_old_logprobs_recompute": True, "actor_train.training_args.gradient_accumulation_steps": 8}, gpus=8)
     assert [k for k, _, _ in m.lacking] == ["force_disable_old_logprobs_recompute"]
+
+
+def test_a_prompt_of_several_columns_is_a_column_that_rows_do_not_have_yet():
+    """ROLL joins prompt_key, query_key and system_key; a run without the joined column stops, instead of learning without inputs."""
+    job = {"sequence_length": 512, "sft_train.device_mapping": "[0]", "sft_train.training_args.max_steps": 100}
+    m = migrated({**job, "query_key": "input", "system_key": "system"}, gpus=1)
+    assert values(m)["data.prompt_column"] == "instruction+input+system"
+    assert any(text.startswith("data.prompt_column=instruction+input+system: ROLL makes a prompt") for text in m.needs_you)
+    assert next(r.kind for r in m.records() if r.key.endswith("max_steps")) == "inert"  # an epoch ends it
+    assert values(migrated(job, gpus=1))["data.prompt_column"] == "instruction"
+
+
+def test_several_teachers_are_one_reason_and_words_are_about_what_the_job_has():
+    of = {"is_pure_opd": True, "student_train.model_args.model_name_or_path": "a/s", "teacher.a.model_args.model_name_or_path": "b",
+          "teacher.a.sequence_packing_args.algorithm": "load_balance", "teacher.a.opd_kl_coef": 1.0}
+    m = migrated(of)
+    assert not m.unknown and {r.kind for r in m.records() if r.key.startswith("teacher.a.")} == {"unsupported"}
+    judge = {"rewards.j.worker_cls": "a.LLMJudgeRewardWorker", "rewards.j.judge_api_url": "http://a/v1"}
+    assert not any("math-verify" in text for text in migrated({**BATCH, **judge}, gpus=8).different)
+    assert not any("up to 5 tokens" in text for text in table_of("roll").jobs[2].reader().differs)
+    words = migrated({**BATCH, "pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, gpus=8)
+    assert any("<think>" in text for text in words.needs_you) and not any("<think>" in text for text in words.different)

@@ -91,3 +91,18 @@ def test_a_table_goes_back_to_its_defaults():
     assert (c.reward.judge.words.to_dict(), c.mesh.cp, c.mesh.tp) == ({}, 1, 2)
     with pytest.raises(ConfigError, match="optimizer is a group of options"):
         parse_flags(["--config=grpo", "--config.optimizer=3"])
+
+
+def test_a_file_of_another_system_is_refused_with_the_one_that_has_its_keys(tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text(DOMAINS)
+    assert command.main(["tunix", str(tmp_path / "job.yaml"), f"--out={tmp_path}"]) == 3
+    said = capsys.readouterr().out
+    assert "are in no version of Tunix: it is a config of another system; roll has" in said and "needs you" not in said
+    assert not (tmp_path / "job.py").exists()
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.9", True), ("0.3.0", False), ("0.1.2", False)])
+def test_a_version_above_the_newest_is_said(tmp_path, capsys, version, said):
+    (tmp_path / "job.yaml").write_text(TEACHER)
+    command.main(["roll", str(tmp_path / "job.yaml"), f"--out={tmp_path}", f"--from-version={version}"])
+    assert ("--from-version=0.9: the newest version of ROLL that jaxrl reads is 0.3.0" in capsys.readouterr().out) == said

@@ -17,15 +17,16 @@ from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, shown, summary, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
-from jaxrl.migrate.table import Migration, Table
+from jaxrl.migrate.table import Migration, Table, names_of
 
 MOST_UNKNOWN = 20  # unknown keys that the terminal shows
+MOST_STRANGE = 10  # unknown keys below which a file is not taken for another system's
 USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
 SYSTEM is one of: {systems}; with the job
 behind it (trl/sft, trl/preference ...) where FILE does not tell it. FILE is a config of it: a script (.sh),
-YAML or TOML, or a dump of a resolved config.
+YAML or TOML, a dump of a resolved config, a program in Python or a notebook.
 Trailing key=value win over FILE, as on that system's own command line; NAME=value in capitals sets a variable of a
 script or of the environment. Writes DIR (default: migrated)/<name>.py, report.md and report.json.
   --gpus=N          GPUs of the job, where FILE does not say (and for the plan). TRL: the processes that train, which
@@ -52,8 +53,14 @@ def main(argv: list[str] | None = None) -> int:
             raise Unreadable("--gpus", "", f"{given} is no number of GPUs")
         source = read(table, Path(file), overrides)
         m = trained(Migration(table, source, version, gpus if "gpus" in flags else 0, name_of(file)).run()).ask_data()
+        refuse_another(m)
         if "from-version" not in flags:
             m.ask_version()
+        elif version == table.versions[-1] != flags["from-version"]:
+            m.needs(
+                f"--from-version={flags['from-version']}: the newest version of {table.title} that jaxrl reads is "
+                f"{version}, whose keys and defaults are taken; check what changed since"
+            )
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)
@@ -101,6 +108,23 @@ def version_of(table: Table, asked: str) -> str:
     if not before:
         raise Unreadable("--from-version", "", f"{asked} is none of {', '.join(table.versions)}")
     return before[-1]
+
+
+def _known(m: Migration, system: str) -> int:
+    """Returns how many of the source's keys a system has."""
+    exact, names = table_of(system).owners[0], names_of(system)
+    return sum(key in exact or names.has(key) for key in m.singles)
+
+
+def refuse_another(m: Migration) -> None:
+    """Refuses a file most of whose keys no version of the system has: it is another system's."""
+    total = len(m.singles)
+    if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
+        return
+    known, name = max((_known(m, name), name) for name in SYSTEMS if name != m.table.name)
+    other = f"; {name} has {known} of them: jaxrl migrate {name} FILE" if 2 * known > total else ""
+    why = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}: it is a config of another system{other}"
+    m.lacking, m.needs_you = [(m.unknown[0][0].key, why, True)], []
 
 
 def say(data: dict, out: Path) -> int:

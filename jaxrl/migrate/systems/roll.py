@@ -58,6 +58,7 @@ def packing(scored: bool) -> tuple[Key, ...]:
                  if scored or not n.endswith("forward"))
 
 
+SHORT = "ROLL leaves out prompts of up to 5 tokens, too"
 AUTOMATIC = (
     ("rpc_timeout", "rollout.timeout_seconds and launch.wait_seconds", ()),
     ("system_envs.**", "set variables of the environment where you start it", ()),
@@ -143,7 +144,7 @@ TABLE = Table(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",
         "the order of the data is drawn from another generator",
-        "ROLL leaves out prompts of up to 5 tokens, too",
+        SHORT,
     ),
     rules=(
         Joint("lengths", (

@@ -97,12 +97,23 @@ def _text_alone(m: Migration, key: str):
 def sft_data(m: Migration):
     files(m)
     _text_alone(m, "response_key")
-    m.set("data.prompt_column", m.text("prompt_key"), "prompt_key")
+    _prompt(m, "prompt_key", {"query_key": "behind the prompt and a line break", "system_key": "a row's system message"})
     m.set("data.completion_column", m.text("response_key"), "response_key")
     m.set("data.shuffle", False, TRAIN + DATA + "file_name")  # its loader reads the file in order
-    for key, what in (("query_key", "joined to the prompt by a line break"), ("system_key", "a row's system message")):
-        if m.text(key):
-            m.needs(f"{key}={m.text(key)}: {what} there; write the prompt of a row as one column, or as messages")
+
+
+def _prompt(m: Migration, key: str, more: dict[str, str]):
+    """Sets the column of prompts; beside further parts of a prompt it is one that rows do not have yet, so that the run
+    stops instead of learning without them. more: key of a part -> where ROLL puts it."""
+    given = {k: what for k, what in more.items() if m.text(k)}
+    column = "+".join([m.text(key), *(m.text(k) for k in given)])
+    m.set("data.prompt_column", column, key, *given)
+    if given:
+        parts = "; ".join(f"{k}={m.text(k)}: {what}" for k, what in given.items())
+        m.needs(
+            f"data.prompt_column={column}: ROLL makes a prompt of several columns ({parts}): write it into this column, as "
+            "one text or as messages; a run without it stops"
+        )
 
 
 def pair_data(m: Migration):
@@ -133,14 +144,9 @@ def distill_data(m: Migration):
     if _sees(m):
         _pictures(m)
         return
-    m.set("data.prompt_column", m.text("question_key"), "question_key")
+    before = "before the question"
+    _prompt(m, "question_key", {"prompt_key": before, "system_key": before})
     m.set("data.completion_column", m.text("answer_key"), "answer_key")
-    for key in ("prompt_key", "system_key"):
-        if m.text(key):
-            m.needs(
-                f"{key}={m.text(key)}: put before the question there; write the prompt of a row as one column, or as "
-                "messages"
-            )
 
 
 def length_of_run(m: Migration):
@@ -150,8 +156,10 @@ def length_of_run(m: Migration):
     m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
     if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
         m.set("train.steps", steps, "max_steps")
-    elif m.given("max_steps"):
-        m.mark("max_steps", "inert", "this pipeline counts num_train_epochs")
+    else:
+        why = "this pipeline counts num_train_epochs"
+        m.mark("max_steps", "inert", why)
+        m.mark(TRAIN + ARGS + "max_steps", "inert", why)
 
 
 def evaluation(m: Migration):
@@ -264,6 +272,11 @@ def on_policy(m: Migration):
     """The advantage of a token is minus the teacher's KL of it, k1 unless kl_penalty says otherwise."""
     many = m.all(REF + "*.model_args.model_name_or_path")
     if many:
+        tables = tuple(s.key.partition(".model_args.")[0] + "." for s in many)
+        for s in [s for s, _ in m.unknown if s.key.startswith(tables)]:
+            m.owned.setdefault("teacher.**", []).append(s)
+            m.mark(s.key, "unsupported", "of several teachers")
+        m.unknown = [(s, why) for s, why in m.unknown if not s.key.startswith(tables)]
         m.lacks(many[-1].key, "several teachers, by the row: there is one (teacher.path)", refuse=True)
         return
     if m.flag("use_opd"):

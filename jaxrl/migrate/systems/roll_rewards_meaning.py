@@ -74,7 +74,8 @@ def reward(m: Migration):
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
         m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
         return
-    m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
+    if "math" in kinds.values():
+        m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
     if set(kinds.values()) == {"math"}:
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
     else:
