@@ -106,7 +106,8 @@ def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
     missing: leave out those that are gone.
     """
     critic, out = config.critic, {}
-    named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision, "critic.path")}
+    named = {"weights of the policy": _policy(config),
+             "weights of the critic": (critic.path, critic.revision, "critic.path")}
     for name, source in named.items():
         try:
             out |= {name: weights_print(*source)} if source[0] else {}

@@ -123,7 +123,8 @@ def refuse_another(m: Migration) -> None:
         return
     known, name = max((_known(m, name), name) for name in SYSTEMS if name != m.table.name)
     other = f"; {name} has {known} of them: jaxrl migrate {name} FILE" if 2 * known > total else ""
-    why = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}: it is a config of another system{other}"
+    unknown = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}"
+    why = f"{unknown}: it is a config of another system{other}"
     m.lacking, m.needs_you = [(m.unknown[0][0].key, why, True)], []
 
 

@@ -140,7 +140,9 @@ def critics_weights(m: Migration, held: str | None, key: str) -> None:
     """Says that a critic holds and learns its weights in another dtype than the policy."""
     here = m.options.get("train.param_dtype", ("fp32",))[0]
     if m.options.get("algorithm.advantage", ("",))[0] == "gae" and held != here:
-        m.lacks(key, f"the critic's weights are learnt in {held} there, here as the policy's (train.param_dtype={here})")
+        m.lacks(
+            key, f"the critic's weights are learnt in {held} there, here as the policy's (train.param_dtype={here})"
+        )
 
 
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:

@@ -61,7 +61,8 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
             eos_tokens=(), trust_remote_code=config.model.trust_remote_code)), "reward.model.path")
     except ConfigError as e:
         text = str(e).removeprefix(f"model.path={o.path!r}: ")
-        raise ConfigError(text if text.startswith("reward.model.path=") else f"reward.model.path={o.path!r}: {text}") from None
+        named = text.startswith("reward.model.path=")
+        raise ConfigError(text if named else f"reward.model.path={o.path!r}: {text}") from None
     render, why = o.render, ""
     if render == "auto":
         render = "tokens" if own.get_vocab() == tokenizer.get_vocab() else "chat" if own.chat_template else "text"

@@ -60,11 +60,11 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     m, outer = config.model, _outer(config, hf_config)
     if not _has_tower(outer):
         if config.env.image_tokens and config.episodes:
-            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {_towerless(hf_config)} (model.path), or set "
-                              "env.image_tokens=0 and data.image_column='' for turns of text")
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {_towerless(hf_config)} (model.path), or "
+                              "set env.image_tokens=0 and data.image_column='' for turns of text")
         if config.data.image_column not in ("", COLUMN):
-            raise ConfigError(f"data.image_column={config.data.image_column!r}: {_towerless(hf_config)} (model.path), or "
-                              "set data.image_column='' to train on text alone")
+            raise ConfigError(f"data.image_column={config.data.image_column!r}: {_towerless(hf_config)} (model.path), "
+                              "or set data.image_column='' to train on text alone")
         return None
     if not config.data.image_column:
         return None
@@ -104,7 +104,8 @@ def _check_towerless(spec, hf_config: dict, train_set, eval_sets: dict) -> None:
             name = next((n for n in names if n and shown_image(row.get(n))), None)
             if name is not None:
                 raise ConfigError(f"{where}: the column {name!r} holds an image ({shown_image(row[name])}), and "
-                                  f"{_towerless(hf_config)} (model.path), or set data.image_column='' to train on text alone")
+                                  f"{_towerless(hf_config)} (model.path), or set data.image_column='' to train on "
+                                  "text alone")
 
 
 def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict, hf_config: dict) -> None:

@@ -48,8 +48,8 @@ def roll(m: Migration):
         if m[VALID + DATA + name] not in (None, m[d + name]):
             m.lacks(VALID + DATA + name, "images of evaluation have the sizes of training's (data.image_max_pixels)")
     m.needs(
-        f"{m.options.get('data.prompt_column', ('data.prompt_column',))[0]}: ROLL's pipeline of images puts its own words about <think> and "
-        "<answer> behind a prompt that is text, and rewards may read them: write them into the rows or data.system_prompt"
+        "data.prompt_column: ROLL's pipeline of images puts its own words about <think> and <answer> behind a prompt "
+        "that is text, and rewards may read them: write them into the rows or data.system_prompt"
     )
 
 

@@ -115,8 +115,8 @@ STEP = """        chat.state(str(observation))
             chat.rewrite(messages)
             messages = []"""
 
-STEPS_CONCAT = STEP.replace("chat.state(str(observation))", 'shown = f"{observation}\\n{suffix}"\n        chat.state(shown)').replace(
-    "current_observation=observation", "current_observation=shown")
+SHOWN = 'shown = f"{observation}\\n{suffix}"\n        chat.state(shown)'
+STEPS_CONCAT = STEP.replace("chat.state(str(observation))", SHOWN).replace("n=observation,", "n=shown,")
 
 
 def table_of(m: Migration, tag: str) -> dict[Any, Any]:

@@ -97,7 +97,8 @@ def _text_alone(m: Migration, key: str):
 def sft_data(m: Migration):
     files(m)
     _text_alone(m, "response_key")
-    _prompt(m, "prompt_key", {"query_key": "behind the prompt and a line break", "system_key": "a row's system message"})
+    parts = {"query_key": "behind the prompt and a line break", "system_key": "a row's system message"}
+    _prompt(m, "prompt_key", parts)
     m.set("data.completion_column", m.text("response_key"), "response_key")
     m.set("data.shuffle", False, TRAIN + DATA + "file_name")  # its loader reads the file in order
 
@@ -111,8 +112,8 @@ def _prompt(m: Migration, key: str, more: dict[str, str]):
     if given:
         parts = "; ".join(f"{k}={m.text(k)}: {what}" for k, what in given.items())
         m.needs(
-            f"data.prompt_column={column}: ROLL makes a prompt of several columns ({parts}): write it into this column, as "
-            "one text or as messages; a run without it stops"
+            f"data.prompt_column={column}: ROLL makes a prompt of several columns ({parts}): write it into this "
+            "column, as one text or as messages; a run without it stops"
         )
 
 

@@ -45,9 +45,17 @@ KINDS = {  # end of a worker's class -> what judges its rows here
     "CrossThinkQARuleRewardWorker": "choices",
     "LLMJudgeRewardWorker": "judge",
 }
-OWN = ("worker_cls", "tag_included", "reward_type", "query_filter_config.type", "response_length_penalty_coef", "format_pattern")
+OWN = (
+    "worker_cls",
+    "tag_included",
+    "reward_type",
+    "query_filter_config.type",
+    "response_length_penalty_coef",
+    "format_pattern",
+)
 DTYPE, GPUS = "model_args.dtype", "num_gpus_per_worker"
-DRAWN = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "repetition_penalty": 1.0, "do_sample": True}  # ROLL's defaults
+# ROLL's defaults
+DRAWN = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "repetition_penalty": 1.0, "do_sample": True}
 SHARES = TRAIN + DATA + "domain_interleave_probs.*"
 JUDGE_PROMPT = """Compare the final answer of a solution with the reference answer.
 

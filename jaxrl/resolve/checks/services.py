@@ -94,7 +94,8 @@ def _unused(cfg, kind, where, name) -> list[str]:
     values = cfg.reward[kind].to_dict()
     shown = ", ".join(f"{where}.{key}={values[key]!r}" for key in used)
     have = "has" if len(used) == 1 else "have"
-    return [f"{shown} {have} no effect without the reward {name}; {remedy} (all at once: --config.{where}={{}})"] * bool(used)
+    whole = f"all at once: --config.{where}={{}}"
+    return [f"{shown} {have} no effect without the reward {name}; {remedy} ({whole})"] * bool(used)
 
 
 def _common(where, o) -> list[str]:

@@ -67,7 +67,8 @@ class VllmInstallation(NamedTuple):
     cpu: bool  # the build for CPUs
 
 
-def installed(python: str = "", wanted: str = "rollout.engine=vllm", other: str = "name rollout.servers") -> VllmInstallation:
+def installed(python: str = "", wanted: str = "rollout.engine=vllm",
+              other: str = "name rollout.servers") -> VllmInstallation:
     """Returns the vLLM that `python` (default: this interpreter) would start.
 
     wanted: the option that asks for it. other: what does without; both for messages.
