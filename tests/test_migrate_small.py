@@ -5,12 +5,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_migrate import migrated, values
 
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.migrate import __main__ as command
 from jaxrl.resolve.checks.common import check
 
+HOST = "trainer.policy.megatron_config.optimizer_config_kwargs."
+AREAL = {"train_dataset.batch_size": 64, "gconfig.n_samples": 4, "rollout.backend": "vllm:d2p1t1"}
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "migrate.md"
 SHARED = """
 rollout_batch_size: 64
@@ -106,3 +109,15 @@ def test_a_version_above_the_newest_is_said(tmp_path, capsys, version, said):
     (tmp_path / "job.yaml").write_text(TEACHER)
     command.main(["roll", str(tmp_path / "job.yaml"), f"--out={tmp_path}", f"--from-version={version}"])
     assert ("--from-version=0.9: the newest version of ROLL that jaxrl reads is 0.3.0" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(("system", "settings", "option", "value"), [
+    ("skyrl", {"trainer.strategy": "megatron", HOST + "optimizer_cpu_offload": True, HOST + "optimizer_offload_fraction": 1.0},
+     "optimizer.offload", True),
+    ("skyrl", {"trainer.strategy": "megatron", HOST + "optimizer_cpu_offload": True}, "optimizer.offload", None),  # a share of 0
+    ("skyrl", {HOST + "optimizer_cpu_offload": True, HOST + "optimizer_offload_fraction": 1.0}, "optimizer.offload", None),  # FSDP
+    ("areal", AREAL | {"vllm.no_enable_prefix_caching": True}, "rollout.vllm.prefix_caching", False),
+    ("areal", AREAL | {"vllm.enable_chunked_prefill": False}, "rollout.vllm.chunked_prefill", False),
+    ("areal", AREAL | {"rollout.backend": "sglang:d2p1t1", "vllm.no_enable_prefix_caching": True}, "rollout.vllm.prefix_caching", None)])
+def test_what_a_pattern_passed_over_has_an_option(system, settings, option, value):
+    assert values(migrated(system, settings)).get(option) == value
