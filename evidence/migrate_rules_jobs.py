@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 
+from migrate_rules import roll_packed
+
 UNBOUND = 8192  # what is written where the source bounds no row, which the report asks about
 
 
@@ -200,7 +202,11 @@ def roll_on_policy(k, c, version: str) -> dict:
         "loss": ((c.distill.loss, c.distill.coef), ("sampled", k("teacher.opd_kl_coef", default=1.0))),
         "teacher": (c.teacher.path, k("teacher.model_args.model_name_or_path")),
         "learning rate": (c.optimizer.lr, k("student_train.training_args.learning_rate", default=5e-5)),
-    }
+        # base_config.py, set_old_logprobs_status: init_kl_coef above 0 has the student's tokens scored by the trainer
+        "the student's log-probs": (c.algorithm.old_logprobs, "recompute" if k("init_kl_coef", default=0.2) else "auto"),
+        "temperature": ((c.rollout.temperature, c.algorithm.temperature), (
+            k("student_infer.generating_args.temperature", default=0.95), 0.0)),  # 0: a teacher is compared at the sampler's
+    } | roll_packed(k, c, "student_train.")
 
 
 def trl_sft(k, c, version: str) -> dict:
