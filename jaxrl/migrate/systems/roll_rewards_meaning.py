@@ -196,7 +196,8 @@ def _judge_engine(m: Migration, at: str, found: dict, carry):
     if each > 1 and "tensor_parallel_size" not in args:
         args, names = args | {"tensor_parallel_size": each}, [*names, GPUS]
     own = devices_of(m, at + "device_mapping") if found.get("device_mapping") else []
-    engines = len(own) // max(args.get("tensor_parallel_size", 1), 1)
+    wide = args.get("tensor_parallel_size")
+    engines = len(own) // wide if isinstance(wide, int) and wide > 1 else len(own)
     if engines > 1:
         args, names = args | {"data_parallel_size": engines}, [*names, "device_mapping"]
     if args:
