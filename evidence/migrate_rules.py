@@ -914,6 +914,16 @@ def _devices(text) -> int:
     return sum(int(b) - int(a) for a, b in ranges) + sum(len(x.split(",")) for x in re.findall(r"\[([\d, ]+)\]", str(text)))
 
 
+def roll_packed(k, c, role: str) -> dict:
+    """ROLL at v0.2.0 to 8eb27cc: utils/sequence_packing.py, LoadBalancePacker; megatron_strategy.py, where dynamic batching comes first."""
+    at = role + "sequence_packing_args."
+    packs = k(role + "use_sequence_packing", default=False) and k(at + "algorithm", default="none") == "load_balance"
+    if not packs or "megatron" not in str(k(role + "strategy_args.strategy_name")) or k(role + "use_dynamic_batching_in_train", default=False):
+        return {}
+    return {"tokens of a micro-batch": ((c.train.tokens_per_microbatch, c.train.score_tokens_per_microbatch), tuple(
+        k(f"{at}max_packed_sequence_length_{n}") for n in ("train", "forward")))}
+
+
 def roll(k: Keys, c, version: str) -> dict:
     """ROLL at 8eb27cc and v0.1.0, its RLVR pipeline. Every option by the file of roll/ that decides it."""
     c = _settled(c)
@@ -1022,6 +1032,7 @@ def roll(k: Keys, c, version: str) -> dict:
     if on:
         out["cap"] = (c.algorithm.mismatch.cap, k(w + "upper_bound", default=1.2))
     out["old log-probs"] = (c.algorithm.old_logprobs in ("auto", "recompute"), True)
+    out |= roll_packed(k, c, "actor_train.")
     # distributed/scheduler/generate_scheduler.py: what was begun more than so many steps ago is not used
     apart = c.rollout.engine != "jax" or "sampler" in c.mesh.roles  # else nothing is sampled ahead, as the report says
     out["staleness"] = (c.rollout.max_staleness, -(-k("async_generation_ratio", default=0) // 1) if apart else 0)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 
+from migrate_rules import roll_packed
+
 UNBOUND = 8192  # what is written where the source bounds no row, which the report asks about
 
 
@@ -153,7 +155,9 @@ def _roll(k, c, role: str, clip: float, model) -> dict:
 def roll_sft(k, c, version: str) -> dict:
     """ROLL at v0.1.3 to 8eb27cc: pipeline/sft/*.py."""
     return _roll(k, c, "sft_train.", 1.0, k("pretrain")) | {
-        "columns": ((c.data.prompt_column, c.data.completion_column), (k("prompt_key", default="instruction"), k("response_key", default="output"))),
+        # sft_pipeline.py, build_conversation: a prompt of one column, or of several, which rows here do not have in one yet
+        "columns": ((c.data.prompt_column, c.data.completion_column), ("+".join(filter(None, (
+            k("prompt_key", default="instruction"), k("query_key"), k("system_key")))), k("response_key", default="output"))),
         "shuffled": (c.data.shuffle, False),
         "longer rows": (c.data.overlong_completion, "truncate"),
     }
@@ -183,7 +187,8 @@ def roll_distill(k, c, version: str) -> dict:
         "prompt": (d.on_prompt, k("distill_on_prompt", default=False)),
         "rows' own completions": (d.on_policy, 0.0),
         "teacher": (c.teacher.path, k("teacher_pretrain")),
-        "columns": ((c.data.prompt_column, c.data.completion_column), (k("question_key", default="question"), k("answer_key", default="answer"))),
+        "columns": ((c.data.prompt_column, c.data.completion_column), ("+".join(filter(None, (
+            k("question_key", default="question"), k("prompt_key"), k("system_key")))), k("answer_key", default="answer"))),
     }
 
 
@@ -197,7 +202,11 @@ def roll_on_policy(k, c, version: str) -> dict:
         "loss": ((c.distill.loss, c.distill.coef), ("sampled", k("teacher.opd_kl_coef", default=1.0))),
         "teacher": (c.teacher.path, k("teacher.model_args.model_name_or_path")),
         "learning rate": (c.optimizer.lr, k("student_train.training_args.learning_rate", default=5e-5)),
-    }
+        # base_config.py, set_old_logprobs_status: init_kl_coef above 0 has the student's tokens scored by the trainer
+        "the student's log-probs": (c.algorithm.old_logprobs, "recompute" if k("init_kl_coef", default=0.2) else "auto"),
+        "temperature": ((c.rollout.temperature, c.algorithm.temperature), (
+            k("student_infer.generating_args.temperature", default=0.95), 0.0)),  # 0: a teacher is compared at the sampler's
+    } | roll_packed(k, c, "student_train.")
 
 
 def trl_sft(k, c, version: str) -> dict:

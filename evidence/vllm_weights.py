@@ -87,7 +87,7 @@ def compare(name: str, changes: dict) -> dict:
         agreed += len(apart) == 0
         if len(apart):
             text = np.concatenate([p, b.tokens[:apart[0]]])
-            best = np.sort(np.asarray(_next_token_logits(model, params, jnp.asarray(text)[None])[0, -1]))
+            best = np.sort(np.asarray(_next_token_logits(model, params, jnp.asarray(text)[None], None)[0, -1]))
             margins.append(float(best[-1] - best[-2]))
     gap = float(np.concatenate(gaps).max())
     margin = max(margins, default=0.0)

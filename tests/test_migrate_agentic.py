@@ -122,6 +122,45 @@ def test_the_stub_plays_an_environment_as_roll_does(tmp_path, managers):
         assert any("each step of an episode is a sample there" in e["why"] for e in report["lacks"])
 
 
+def test_tools_are_in_the_stub_and_every_key_of_an_environment_is_said_once(tmp_path):
+    """ROLL wraps an environment in the tools of tool_wrapper, and gives one that has a seed the group's."""
+    import asyncio
+
+    wrapper = "tool_wrapper: {wrapper_args: {max_tool_uses: 1}, tool_configs: [{tool_id: python_code, tool_args: {timeout: 5}}]}"
+    text = CONFIG.replace("Box: {", f"Box: {{{wrapper}, env_config: {{seed: 42}}, use_thread_lock: true, own_key: 3, ")
+    _, report, out = written(tmp_path, text)
+    made = []
+    space: dict = {}
+    exec((out / "lake_env.py").read_text() + WORLD.replace("config):\n    return", "config, tools):\n    made.append((config, tools))\n    return"),
+         space)
+    space["made"] = made
+    for tag in ("Box", "Lake"):
+        asyncio.run(space["episode"](type("Task", (), {"row": {"tag": tag}, "seed": 7}), _Chat()))
+    tools = {"wrapper_args": {"max_tool_uses": 1}, "tool_configs": [{"tool_id": "python_code", "tool_args": {"timeout": 5}}]}
+    assert made == [({"seed": 7}, tools), ({"grid": {0: "W", 1: "."}, "words": {".": "empty"}}, None)]
+    assert any("Box plays with tools (python_code)" in text for text in report["needs_you"])
+    assert any(text.startswith("custom_envs.Box.own_key: lake_env.py has nothing of it") for text in report["needs_you"])
+    rows = {k["key"].removeprefix("custom_envs."): (k["kind"], k["targets"]) for k in report["keys"]}
+    assert rows["Box.tool_wrapper.tool_configs"] == rows["Lake.agent_template"] == ("equivalent", ["env.function"])
+    assert rows["Box.use_thread_lock"] == ("automatic", []) and rows["Lake.max_tokens_per_step"][1] == ["rollout.max_new_tokens", "env.function"]
+
+
+def test_steps_that_are_joined_show_the_suffix_of_an_observation(tmp_path):
+    """ROLL's StepConcatEnvManager: the observation and info's suffix, which name the state, too."""
+    import asyncio
+
+    manager = "env_manager_cls: roll.StepConcatEnvManager, "
+    text = CONFIG.replace("Lake: {", f"Lake: {{{manager}history_length: 4, ").replace("Box: {", f"Box: {{{manager}").replace(
+        "Turn {turn_idx}: {observation}, {actions_left} left", "{history}{current_observation}").replace("estimator: grpo", "estimator: gigpo")
+    _, report, out = written(tmp_path, text)
+    space: dict = {}
+    exec((out / "lake_env.py").read_text() + WORLD.replace('{"use_tool": self.at == 2}', '{"suffix": "go on"}'), space)
+    chat = _Chat()
+    asyncio.run(space["episode"](type("Task", (), {"row": {"tag": "Lake"}, "seed": 7}), chat))
+    assert chat.states == ["start\n", "at 1\ngo on", "at 2\ngo on"] and chat.rewritten[0][1] == ("user", "at 1\ngo on")
+    assert any("last history_length steps" in text for text in report["needs_you"])
+
+
 def test_a_score_that_is_returned_token_by_token_stands_on_the_last_token(tmp_path):
     """ROLL puts an episode's whole score on its last token; rewards of turns would come off what remains from later turns on."""
     import asyncio

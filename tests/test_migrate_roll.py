@@ -213,3 +213,89 @@ def test_domains_are_sources_with_rewards_of_their_own_and_a_judge(tmp_path):
     assert score("q", text, '{"func_name": "validate_no_commas"}', tag="tag_ifeval") == pytest.approx(1 + repeated)
     assert score("q", "the answer is B", "B", tag="tag_cross") == pytest.approx(1.0) and score("q", r"\boxed{2}", "2", tag="other") == 1.0
     assert score("q", "x", "2", tag="tag_judged") is None
+
+
+JUDGE = {"worker_cls": "roll.rewards.LLMJudgeRewardWorker", "tag_included": ["a"], "judge_model_type": "inference",
+         "model_args.model_name_or_path": "a/judge", "model_args.dtype": "bf16", "strategy_args.strategy_name": "vllm",
+         "strategy_args.strategy_config.max_model_len": 8192, "strategy_args.strategy_config.load_format": "auto",
+         "generating_args.max_new_tokens": 100, "generating_args.temperature": 0.3, "infer_batch_size": 4, "device_mapping": "[6, 7]"}
+
+
+def judged(**changes):
+    places = {"actor_train.device_mapping": "[0, 1, 2, 3]", "actor_infer.device_mapping": "[4, 5]", "rewards.m.worker_cls": "MathRuleRewardWorker"}
+    rows = {f"rewards.j.{k.replace('__', '.')}": v for k, v in {**JUDGE, **changes}.items()}
+    return migrated({**BATCH, "actor_train.training_args.gradient_accumulation_steps": 16, **places, **rows})
+
+
+def test_the_judges_server_and_sampling_come_along():
+    """Its vLLM's options, what it samples with (ROLL's defaults where a key is not set), its devices where they are its own."""
+    m = judged()
+    v, kinds = values(m), {r.key.removeprefix("rewards.j."): (r.kind, list(r.targets)) for r in m.records()}
+    assert v["reward.judge.server_args"] == {"max_model_len": 8192, "dtype": "bfloat16", "data_parallel_size": 2}
+    assert v["reward.judge.extra"] == {"temperature": 0.3, "top_p": 0.7, "top_k": 50} and v["reward.judge.devices"] == "6,7"
+    assert kinds["generating_args.temperature"] == ("equivalent", ["reward.judge.extra"])
+    assert kinds["model_args.model_name_or_path"] == ("equivalent", ["reward.judge.model"]) and kinds["infer_batch_size"][0] == "automatic"
+    assert kinds["device_mapping"] == ("equivalent", ["reward.judge.server_args", "reward.judge.devices"])
+    m = judged(device_mapping="[3, 6]", generating_args__do_sample=False, strategy_args__strategy_name="hf_infer")
+    assert values(m)["reward.judge.extra"]["temperature"] == 0.0 and "reward.judge.devices" not in values(m)
+    assert any("reward.judge.devices" in text and "3, 6" in text for text in m.needs_you)
+    assert any("by hf_infer there" in text for text in m.different) and "max_model_len" not in values(m)["reward.judge.server_args"]
+    m = judged(judge_model_type="api", judge_api_url="http://a/v1", judge_model_name="b")
+    assert values(m)["reward.judge.model"] == "b" and "reward.judge.extra" not in values(m)
+    assert {r.kind for r in m.records() if r.key.startswith("rewards.j.generating_args")} == {"inert"}
+
+
+def test_a_critic_that_learns_in_another_dtype_is_named():
+    fsdp = {"strategy_args.strategy_name": "fsdp2_train", "strategy_args.strategy_config.param_dtype": "bf16"}
+    critic, policy = ({f"{role}.{k}": v for k, v in fsdp.items()} for role in ("critic", "actor_train"))
+    megatron = {"actor_train.strategy_args.strategy_name": "megatron_train"}
+    named = lambda *more: [k for k, _, _ in migrated({**BATCH, **{k: v for d in more for k, v in d.items()}}, gpus=8).lacking]  # noqa: E731
+    assert named(critic, megatron) == ["critic.strategy_args.strategy_config.param_dtype"] and not named(critic, policy)
+    assert named(policy, {"critic.strategy_args.strategy_name": "megatron_train"}) == ["critic.strategy_args.strategy_name"]
+    assert not named(critic, megatron, {"adv_estimator": "reinforce"})
+
+
+def test_packing_by_load_sets_the_tokens_of_a_microbatch():
+    pack = {"use_sequence_packing": True, "sequence_packing_args.algorithm": "load_balance", "strategy_args.strategy_name": "megatron_train",
+            "sequence_packing_args.max_packed_sequence_length_train": 9000, "sequence_packing_args.max_packed_sequence_length_forward": 12000}
+    tokens = lambda **more: [values(migrated({**BATCH, **{f"actor_train.{k.replace('__', '.')}": v for k, v in {**pack, **more}.items()}},  # noqa: E731
+                                             gpus=8)).get(f"train.{n}tokens_per_microbatch") for n in ("", "score_")]
+    assert tokens() == [9000, 12000] and tokens(use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=20000) == [20000, 12000]
+    plain = [5120, 16 * 5120]  # of a row and 16 rows of prompt and completion
+    assert tokens(sequence_packing_args__algorithm="none") == tokens(strategy_args__strategy_name="fsdp2_train") == plain
+    with pytest.raises(Unreadable, match="max_packed_sequence_length_train"):
+        tokens(sequence_packing_args__max_packed_sequence_length_train=None)
+
+
+def test_on_policy_distillation_has_one_temperature_and_the_trainers_log_probs():
+    """ROLL divides no logits in training; init_kl_coef, 0.2 unset, has it score the student's tokens with the trainer."""
+    of = {"is_pure_opd": True, "teacher.model_args.model_name_or_path": "a/t", "student_train.model_args.model_name_or_path": "a/s"}
+    m = migrated({**of, "student_infer.generating_args.temperature": 0.99})
+    assert [k for k, _, _ in m.lacking] == ["student_infer.generating_args.temperature"] and "algorithm.temperature" not in values(m)
+    assert not any("algorithm.temperature" in text for text in m.different) and values(m)["algorithm.old_logprobs"] == "recompute"
+    m = migrated({**of, "student_infer.generating_args.temperature": 1.0, "init_kl_coef": 0})
+    assert not m.lacking and values(m)["algorithm.old_logprobs"] == "auto"
+    m = migrated({**BATCH, "force_disable_old_logprobs_recompute": True, "actor_train.training_args.gradient_accumulation_steps": 8}, gpus=8)
+    assert [k for k, _, _ in m.lacking] == ["force_disable_old_logprobs_recompute"]
+
+
+def test_a_prompt_of_several_columns_is_a_column_that_rows_do_not_have_yet():
+    """ROLL joins prompt_key, query_key and system_key; a run without the joined column stops, instead of learning without inputs."""
+    job = {"sequence_length": 512, "sft_train.device_mapping": "[0]", "sft_train.training_args.max_steps": 100}
+    m = migrated({**job, "query_key": "input", "system_key": "system"}, gpus=1)
+    assert values(m)["data.prompt_column"] == "instruction+input+system"
+    assert any(text.startswith("data.prompt_column=instruction+input+system: ROLL makes a prompt") for text in m.needs_you)
+    assert next(r.kind for r in m.records() if r.key.endswith("max_steps")) == "inert"  # an epoch ends it
+    assert values(migrated(job, gpus=1))["data.prompt_column"] == "instruction"
+
+
+def test_several_teachers_are_one_reason_and_words_are_about_what_the_job_has():
+    of = {"is_pure_opd": True, "student_train.model_args.model_name_or_path": "a/s", "teacher.a.model_args.model_name_or_path": "b",
+          "teacher.a.sequence_packing_args.algorithm": "load_balance", "teacher.a.opd_kl_coef": 1.0}
+    m = migrated(of)
+    assert not m.unknown and {r.kind for r in m.records() if r.key.startswith("teacher.a.")} == {"unsupported"}
+    judge = {"rewards.j.worker_cls": "a.LLMJudgeRewardWorker", "rewards.j.judge_api_url": "http://a/v1"}
+    assert not any("math-verify" in text for text in migrated({**BATCH, **judge}, gpus=8).different)
+    assert not any("up to 5 tokens" in text for text in table_of("roll").jobs[2].reader().differs)
+    words = migrated({**BATCH, "pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, gpus=8)
+    assert any("<think>" in text for text in words.needs_you) and not any("<think>" in text for text in words.different)

@@ -89,14 +89,15 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     if config.needs_reference and not (reference.reset_steps or reference.reset_epochs):
         out |= {"weights of the reference": reference_print(config)} if _reference(config)[0] else {}
     if "teacher" in config.recipe.roles and config.teacher.path and not config.teacher.servers:
-        out["weights of the teacher"] = weights_print(config.teacher.path, config.teacher.revision)
+        out["weights of the teacher"] = weights_print(config.teacher.path, config.teacher.revision, "teacher.path")
     return out
 
 
 def reference_print(config) -> str:
     """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N"."""
     path, revision = _reference(config)
-    return weights_print(path, revision) if path else f"seed {config.run.seed}"
+    field = "reference.path" if config.reference.path else "model.path"
+    return weights_print(path, revision, field) if path else f"seed {config.run.seed}"
 
 
 def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
@@ -105,7 +106,8 @@ def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
     missing: leave out those that are gone.
     """
     critic, out = config.critic, {}
-    named = {"weights of the policy": _policy(config), "weights of the critic": (critic.path, critic.revision)}
+    named = {"weights of the policy": _policy(config),
+             "weights of the critic": (critic.path, critic.revision, "critic.path")}
     for name, source in named.items():
         try:
             out |= {name: weights_print(*source)} if source[0] else {}
@@ -132,13 +134,17 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     return out | {name: dataset.commits for name, dataset in sets.items() if dataset.commits}
 
 
-def weights_print(path: str, revision: str | None) -> str:
+def weights_print(path: str, revision: str | None, field: str = "model.path") -> str:
     """Returns a hash (16 hex digits) of the *.safetensors files of a folder or hub snapshot.
 
     It covers names, sizes, headers and BLOCKS evenly spread blocks per file, so that it is fast: a change elsewhere
-    in a file is not seen."""
+    in a file is not seen. field: the option that names it, for messages."""
     digest = hashlib.sha256()
-    for file in sorted(hf.folder_of(jaxrl_data.resolve(path), revision).glob("*.safetensors")):
+    try:
+        folder = hf.folder_of(jaxrl_data.resolve(path), revision)
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("model.path=", f"{field}=", 1)) from None
+    for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as f:

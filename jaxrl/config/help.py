@@ -24,8 +24,8 @@ USAGE = """usage: jaxrl {command} --config=FILE[:ARG] [--config.GROUP.OPTION=VAL
 FILE is a Python file with get_config(ARG), or the name of a shipped config:
 {shipped}
 Lists are written a,b; tables "{{'key': value}}", or one entry as
---config.GROUP.OPTION.key=value. An empty value empties an option. Relative
-paths start at the working directory.
+--config.GROUP.OPTION.key=value. An empty value empties an option; {{}} sets a
+GROUP back to its defaults. Relative paths start at the working directory.
 """
 OVERVIEW = """
 example: jaxrl {command} --config=grpo --config.optimizer.lr=1e-5

@@ -93,7 +93,12 @@ def get(cfg, dotted: str):
 
 
 def put(cfg, dotted: str, value) -> None:
-    """Sets a dotted option. Unknown names raise ConfigError naming the nearest known one."""
+    """Sets a dotted option; {} for a table of options sets all of them to their defaults. Unknown names raise
+    ConfigError naming the nearest known one."""
+    if value == {} and (below := _below(dotted)):
+        for name in below:
+            put(cfg, name, options()[name].default)
+        return
     *groups, leaf = dotted.split(".")
     known = options()
     table = next((t for t in free_tables() if dotted.startswith(t + ".")), None)
@@ -112,6 +117,11 @@ def put(cfg, dotted: str, value) -> None:
         node[leaf] = _coerce(dotted, value, known[dotted])
     except (TypeError, ValueError) as e:
         raise ConfigError(f"{dotted}={value!r}: {e}") from None
+
+
+def _below(table: str) -> list[str]:
+    """Returns the options in a table; [] where it is an option itself, or unknown."""
+    return [] if table in options() else [name for name in options() if name.startswith(f"{table}.")]
 
 
 def _coerce(name: str, value, opt: Option):
@@ -280,6 +290,8 @@ def parse_value(dotted: str, text: str):
     """Reads the text of a flag as the type the option has; free tables take Python literals, else text."""
     opt = options().get(dotted)
     if opt is None:
+        if text == "{}" and _below(dotted):
+            return {}
         if not any(dotted.startswith(t + ".") for t in free_tables()):
             raise ConfigError(unknown_option(dotted))
         return _literal(text)

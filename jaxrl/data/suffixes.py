@@ -140,7 +140,8 @@ class Suffixes:
         text = self.template.conversation([*history, self.turn(calls, **fields), *new, *more], generation_prompt)
         if (times := text.count(sentinel("a"))) != 1:
             what = f"{calls} calls" if calls else "a text"
-            raise PromptError(f"the chat template writes an assistant's turn of {what} {times} times")
+            remedy = "; take one that writes a message's tool_calls (model.chat_template)" if calls else ""
+            raise PromptError(f"the chat template writes an assistant's turn of {what} {times} times{remedy}")
         return text.partition(sentinel("a"))[2] + (self.template.prefix if generation_prompt else "")
 
     def _build(self, key) -> Shape:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.model.v*", "tekken.json")  # every format that transformers reads
 
 
-def load_tokenizer(config):
+def load_tokenizer(config, role: str = ""):
     """Loads the Hugging Face tokenizer of `model.tokenizer` (or `model.path`) and applies the config's overrides.
 
     `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of
@@ -24,10 +24,12 @@ def load_tokenizer(config):
     pad token pads with its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote
     code runs only with `model.trust_remote_code`.
 
+    role: the option that names another model (teacher.path), for messages; that one's folder has its own tokenizer.
+
     Raises:
       ConfigError: the source has no readable tokenizer, or an override does not fit it.
     """
-    field = "model.tokenizer" if config.model.tokenizer else "model.path"
+    field = role or ("model.tokenizer" if config.model.tokenizer else "model.path")
     shown = config.model.tokenizer or config.model.path
     if not shown:
         raise ConfigError("model.tokenizer and model.path are empty: name a folder or hub id that holds a tokenizer")
@@ -38,8 +40,9 @@ def load_tokenizer(config):
     local = Path(source).is_dir()
     if not local:
         offline_if_unreachable()
-    nothing = (f"{field}={shown!r} has no tokenizer: set model.tokenizer to a folder or hub id that has the"
-               " model's tokenizer")
+    nothing = f"{field}={shown!r} has no tokenizer: " + (
+        "put the model's tokenizer files into its folder, too" if role else
+        "set model.tokenizer to a folder or hub id that has the model's tokenizer")
     if local and not any(any(Path(source).glob(name)) for name in TOKENIZER_FILES):
         raise ConfigError(nothing)
     try:

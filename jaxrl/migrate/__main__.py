@@ -18,9 +18,10 @@ from jaxrl.migrate.read import read
 from jaxrl.migrate.report import name_of, shown, summary, write
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import SYSTEMS, table_of
-from jaxrl.migrate.table import Migration, Table
+from jaxrl.migrate.table import Migration, Table, names_of
 
 MOST_UNKNOWN = 20  # unknown keys that the terminal shows
+MOST_STRANGE = 10  # unknown keys below which a file is not taken for another system's
 USAGE = """usage: jaxrl migrate SYSTEM FILE [key=value ...] [--gpus=N] [--from-version=V]
            [--strict] [--out=DIR]
 
@@ -54,8 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         given = gpus if "gpus" in flags else 0
         m = Migration(table, read(table, Path(file), overrides, given), version, given, name_of(file)).run()
         m = each_start.settle(trained(m).ask_data())
+        refuse_another(m)
         if "from-version" not in flags:
             m.ask_version()
+        elif version == table.versions[-1] != flags["from-version"]:
+            m.needs(
+                f"--from-version={flags['from-version']}: the newest version of {table.title} that jaxrl reads is "
+                f"{version}, whose keys and defaults are taken; check what changed since"
+            )
         data = write(Path(flags.get("out", "migrated")), m, file, "strict" in flags)
     except Unreadable as e:
         print(f"jaxrl.migrate: {e}", file=sys.stderr)
@@ -103,6 +110,24 @@ def version_of(table: Table, asked: str) -> str:
     if not before:
         raise Unreadable("--from-version", "", f"{asked} is none of {', '.join(table.versions)}")
     return before[-1]
+
+
+def _known(m: Migration, system: str) -> int:
+    """Returns how many of the source's keys a system has."""
+    exact, names = table_of(system).owners[0], names_of(system)
+    return sum(key in exact or names.has(key) for key in m.singles)
+
+
+def refuse_another(m: Migration) -> None:
+    """Refuses a file most of whose keys no version of the system has: it is another system's."""
+    total = len(m.singles)
+    if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
+        return
+    known, name = max((_known(m, name), name) for name in SYSTEMS if name != m.table.name)
+    other = f"; {name} has {known} of them: jaxrl migrate {name} FILE" if 2 * known > total else ""
+    unknown = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}"
+    why = f"{unknown}: it is a config of another system{other}"
+    m.lacking, m.needs_you = [(m.unknown[0][0].key, why, True)], []
 
 
 def say(data: dict, out: Path) -> int:

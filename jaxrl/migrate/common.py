@@ -137,6 +137,15 @@ def critics_dtype(m: Migration, key: str, option: str) -> None:
         m.lacks(key, f"{m[key]}: the critic has the policy's dtype ({option}={here})")
 
 
+def critics_weights(m: Migration, held: str | None, key: str) -> None:
+    """Says that a critic holds and learns its weights in another dtype than the policy."""
+    here = m.options.get("train.param_dtype", ("fp32",))[0]
+    if m.options.get("algorithm.advantage", ("",))[0] == "gae" and held != here:
+        m.lacks(
+            key, f"the critic's weights are learnt in {held} there, here as the policy's (train.param_dtype={here})"
+        )
+
+
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:
     """Sets a source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a
     micro-batch; 0 where that number is not in the config, as with micro-batches of so many tokens."""
@@ -181,17 +190,35 @@ def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
     to_sampler = m.options.get("algorithm.old_logprobs", ("",))[0] == "rollout"
     compares = to_sampler or not set_to("algorithm.mismatch.correction", "none")
     if compares or not set_to("run.recipe", "rl") or "algorithm.m2_threshold" in m.options:
-        m.lacks(
-            key,
-            f"the trainer's temperature is {trained:g} and the sampler's {drawn:g}: beside a loss that compares their "
-            "log-probs, or a teacher's, there is one, the sampler's",
-        )
+        _one_temperature(m, trained, drawn, key)
         return
     m.set("algorithm.temperature", float(trained), key)
-    m.differs(
+    m.differs(_apart(trained, drawn))
+
+
+def _apart(trained: float, drawn: float) -> str:
+    return (
         f"the trainer divides logits by {trained:g} and completions are drawn at {drawn:g}, as in the source: a policy "
         "is trained that is not the one that is sampled. If you meant one temperature, take algorithm.temperature out"
     )
+
+
+def _one_temperature(m: Migration, trained: float, drawn: float, key: str) -> None:
+    m.lacks(
+        key,
+        f"the trainer's temperature is {trained:g} and the sampler's {drawn:g}: beside a loss that compares their "
+        "log-probs, or a teacher's, there is one, the sampler's",
+    )
+
+
+def leave_out_temperature(m: Migration) -> None:
+    """Takes out what `temperatures` set, of a job that turns out to have a teacher instead of rewards."""
+    if "algorithm.temperature" not in m.options:
+        return
+    trained, keys = m.options.pop("algorithm.temperature")
+    drawn = m.options["rollout.temperature"][0]
+    m.different = [text for text in m.different if text != _apart(trained, drawn)]
+    _one_temperature(m, trained, drawn, keys[0])
 
 
 def triggers(m: Migration, option: str, steps: int | None, *keys: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from jaxrl.migrate.table import Migration
@@ -33,7 +34,8 @@ def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *ke
     """Adds an episode function to be written, and the options of its environment. said: what the source says of it, a
     line each. turns: most turns, where the source bounds them."""
     file = f"{m.name}_env.py"
-    lines = [" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split())[:110] for text in said]
+    whole = (" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split()) for text in said)
+    lines = [line for text in whole for line in textwrap.wrap(text, 114, subsequent_indent="  ")]
     scored = m.options.get("reward.functions", (("math",), ()))[0]
     rewards = "reward.functions of its last turn are added" if scored else "the rewards are the environment's"
     m.files[file] = STUB.format(

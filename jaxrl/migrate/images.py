@@ -98,9 +98,10 @@ def settle(m: Migration) -> None:
         _squares(m)
         if recipe == "rl" or "rollout.engine" in m.options:
             _sampler(m, "whose image tokens do not see each other on every device")
-    m.facts["images"] = f"column {column}; rows without images make it a job of text"
+    m.facts["images"] = f"column {column}; if no row has an image, the model trains on text alone"
     _seen_by_others(m)
     if any(option.startswith("env.") for option in m.options):
+        m.facts["images"] = f"those that the environment shows, and of column {column} where rows have it"
         _in_turns(m)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from jaxrl.migrate import common
 from jaxrl.migrate.table import Joint, Migration
 
 UNBOUND = 8192  # tokens of a sequence where the source has no bound
@@ -83,6 +84,7 @@ def mixture(m: Migration, sets: list[dict], *keys: str) -> None:
 
 def without_rewards(m: Migration, names: tuple[str, ...]) -> None:
     """Leaves out what is made of rewards, and has no effect beside a teacher. names: options of `algorithm` to keep."""
+    common.leave_out_temperature(m)
     for option in list(m.options):
         table, _, name = option.partition(".")
         if table == "critic" or table == "algorithm" and name.partition(".")[0] not in names:

@@ -58,9 +58,11 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
         hf.check_critic(tree, source, o.revision, scores=True)
         own = jaxrl_data.load_tokenizer(SimpleNamespace(model=SimpleNamespace(
             path=o.path, revision=o.revision, tokenizer="", tokenizer_revision=None, chat_template="", pad_token="",
-            eos_tokens=(), trust_remote_code=config.model.trust_remote_code)))
+            eos_tokens=(), trust_remote_code=config.model.trust_remote_code)), "reward.model.path")
     except ConfigError as e:
-        raise ConfigError(f"reward.model.path={o.path!r}: {str(e).removeprefix(f'model.path={o.path!r}: ')}") from None
+        text = str(e).removeprefix(f"model.path={o.path!r}: ")
+        named = text.startswith("reward.model.path=")
+        raise ConfigError(text if named else f"reward.model.path={o.path!r}: {text}") from None
     render, why = o.render, ""
     if render == "auto":
         render = "tokens" if own.get_vocab() == tokenizer.get_vocab() else "chat" if own.chat_template else "text"

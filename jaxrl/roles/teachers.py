@@ -63,14 +63,15 @@ def check(config, tokenizer, images=None) -> None:
     for name, value in plain.items():
         own.model[name] = value
     try:
-        check_vocabulary(tokenizer, jaxrl_data.load_tokenizer(own), t.path)
+        check_vocabulary(tokenizer, jaxrl_data.load_tokenizer(own, "teacher.path"), t.path)
         if teacher_kind(config) == "local":
             described = towers.described(parameters.source_of(t.path), t.revision, images)
             table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
             table.check_length(longest_sequence(config))
             hf.check_weights(table, parameters.source_of(t.path), t.revision)
     except ConfigError as e:
-        raise ConfigError(f"teacher.path={t.path!r}: {str(e).removeprefix(f'model.path={t.path!r}: ')}") from None
+        text = str(e).removeprefix(f"model.path={t.path!r}: ")
+        raise ConfigError(text if text.startswith("teacher.path=") else f"teacher.path={t.path!r}: {text}") from None
 
 
 def check_vocabulary(student, teacher, name: str) -> None:

@@ -15,7 +15,7 @@ from jaxrl.config.load import get
 from jaxrl.data.images import video
 from jaxrl.data.images.read import shown_image, shows_video
 from jaxrl.data.images.resize import RULES, as_fields
-from jaxrl.data.images.source import ImageSource
+from jaxrl.data.images.source import COLUMN, SINGLE, ImageSource
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import IMAGES
 from jaxrl.models.io import hf, nested
@@ -23,7 +23,7 @@ from jaxrl.rewards.services import service_options
 from jaxrl.roles.parameters import source_of
 from jaxrl.training.layout import row_patches
 
-DEFAULT_COLUMN = "images"
+LOOKED_AT = 16  # first rows of a set that are looked at for images a model does not see
 
 
 def sets_to_complete(c, eval_sets: dict) -> dict:
@@ -60,11 +60,11 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     m, outer = config.model, _outer(config, hf_config)
     if not _has_tower(outer):
         if config.env.image_tokens and config.episodes:
-            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: model_type={hf_config['model_type']} is "
-                              f"read without a tower for images; towers of {', '.join(RULES)} are read")
-        if config.data.image_column not in ("", DEFAULT_COLUMN):
-            raise ConfigError(f"data.image_column={config.data.image_column!r}: model_type={hf_config['model_type']} "
-                              f"is read without a tower for images; towers of {', '.join(RULES)} are read")
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {_towerless(hf_config)} (model.path), or "
+                              "set env.image_tokens=0 and data.image_column='' for turns of text")
+        if config.data.image_column not in ("", COLUMN):
+            raise ConfigError(f"data.image_column={config.data.image_column!r}: {_towerless(hf_config)} (model.path), "
+                              "or set data.image_column='' to train on text alone")
         return None
     if not config.data.image_column:
         return None
@@ -89,10 +89,33 @@ def _has_tower(outer: dict) -> bool:
     return outer.get("model_type") in RULES and bool(outer.get("vision_config"))
 
 
-def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict) -> None:
-    """Raises ConfigError where rows seem to hold images that no option names, so that a job would train without them.
+def _towerless(hf_config: dict) -> str:
+    return (f"model_type={hf_config['model_type']} is read without a tower for images: choose a model with one, of "
+            f"{', '.join(RULES)}")
 
-    train_set: Dataset, Mixture or None. images: the job's ImageSource, after the rows were read."""
+
+def _check_towerless(spec, hf_config: dict, train_set, eval_sets: dict) -> None:
+    """Raises ConfigError where rows have images in the column of data.image_column, and the model has no tower."""
+    names = (COLUMN, SINGLE) if spec.data.image_column == COLUMN else (spec.data.image_column,)
+    parts = [] if train_set is None else getattr(train_set, "parts", {"": train_set}).values()
+    for dataset in (*parts, *eval_sets.values()):
+        for at in dataset.arrays["rows"][:LOOKED_AT]:
+            row, where = dataset.tables[int(at)]
+            name = next((n for n in names if n and shown_image(row.get(n))), None)
+            if name is not None:
+                raise ConfigError(f"{where}: the column {name!r} holds an image ({shown_image(row[name])}), and "
+                                  f"{_towerless(hf_config)} (model.path), or set data.image_column='' to train on "
+                                  "text alone")
+
+
+def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict, hf_config: dict) -> None:
+    """Raises ConfigError where rows seem to hold images that no option names, or that a model without a tower would not
+    see, so that a job would train without them.
+
+    train_set: Dataset, Mixture or None. images: the job's ImageSource, after the rows were read. hf_config: the
+    model's."""
+    if images is None and not _has_tower(_outer(spec, hf_config)):
+        _check_towerless(spec, hf_config, train_set, eval_sets)
     if images is None or (spec.env.image_tokens and spec.episodes):
         return
     parts = [] if train_set is None else getattr(train_set, "parts", {"": train_set}).values()
@@ -111,7 +134,7 @@ def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict) -
             ways += [f"data.video_column={name!r}" + " if these are frames of a video" * bool(shown)] * of_video
             raise ConfigError(f"{where}: the column {name!r} holds {held} that nothing reads: set "
                               f"{', or '.join(ways)}, or {left}")
-    if sets and not images.used and images.column != DEFAULT_COLUMN:
+    if sets and not images.used and images.column != COLUMN:
         columns = ", ".join(map(str, sets[0].tables[int(sets[0].arrays["rows"][0])][0]))
         raise ConfigError(f"data.image_column={images.column!r}: no row has an image there or in its messages; columns "
                           f"found: {columns}; data.image_column='' leaves images out")

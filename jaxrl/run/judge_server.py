@@ -69,7 +69,10 @@ class JudgeServers:
         if count > 1:
             raise ConfigError(f"reward {name!r}: model={o['model']!r} without servers, in {count} processes: each "
                               "would start a server; start it with vllm serve and name it in servers")
-        version, cpu = adapter.installed(self._options.python)
+        where = "reward.judge" if name == "judge" else f"reward.judges.{name}"
+        version, cpu = adapter.installed(self._options.python, f"{where}.model={o['model']} without servers",
+                                         f"name a server that runs in {where}.servers, or take {name} out of "
+                                         "reward.functions and eval.rewards")
         if notice := adapter.check_version(version, f"the server of judge {name!r}"):
             log.warning(notice)
         for name, o in wanted.items():

@@ -226,7 +226,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
         s.close_at_end(images)
     tools = pool.tools if pool is not None else ()
     train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
-    check_column(c, images, train_set, eval_sets)
+    check_column(c, images, train_set, eval_sets, model_inputs.hf_config)
     check_controls(c, eval_sets)
     check_judges(c, images)
     if images is not None and images.used:  # else a job of text, whose model is read without its tower

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from jaxrl.data.sources import DataError
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.sft import demonstrations
 from jaxrl.resolve.spec import resolve
-from jaxrl.run.data import open_images
+from jaxrl.run.data import check_column, open_images
 
 TOWER = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 MODEL = {"model_type": "qwen3_vl_text"}
@@ -211,6 +212,18 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     spec = resolve(config(data__image_column="photo", model__init="random", model__config={"model_type": "qwen3"}))
     with pytest.raises(ConfigError, match="without a tower for images"):
         open_images(spec, {"model_type": "qwen3"}, None)
+    with pytest.raises(ConfigError, match="env.image_tokens=4: model_type=qwen3 is read without a tower.*env.image_tokens=0"):
+        turns = dict(env__image_tokens=4, env__function="x.py:f", recipe="rl")
+        open_images(resolve(config(model__init="random", model__config={"model_type": "qwen3"}, **turns)), {"model_type": "qwen3"}, None)
+    for column, said in (("images", True), ("", False)):
+        spec = resolve(config(data__image_column=column, model__init="random", model__config={"model_type": "qwen3"}))
+        rows = load_train(spec, load_tokenizer(spec), 2, [{"prompt": "what is it?", "completion": SAY, "images": ["a.png"]}])
+        with pytest.raises(ConfigError, match="'images' holds an image .'a.png'., and model_type=qwen3.*model.path") if said else nullcontext():
+            check_column(spec, None, rows, {}, {"model_type": "qwen3"})
+        if said:
+            with pytest.raises(ConfigError, match="'image' holds an image"):
+                check_column(spec, None, None, {"held": load_train(spec, load_tokenizer(spec), 2, [
+                    {"prompt": "what?", "completion": SAY}, {"prompt": "what?", "completion": SAY, "image": "b.jpg"}])}, {"model_type": "qwen3"})
     c = config()
     c.model.tokenizer = str(tmp_path / "t")
     with pytest.raises(ConfigError, match="is not one token of the tokenizer"):

@@ -35,6 +35,20 @@ JOBS = (
     Job("distillation from a teacher beside the reward", DISTILL, keys=("teacher.**",)),
 )
 
+SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill")  # of vLLM; 1.0 has them as no_enable_...
+
+
+def switches(m):
+    """Sets what of vLLM is on or off, where its servers are vLLM's."""
+    own = "vllm.gpu_memory_utilization" in m.options.get("rollout.vllm.memory_fraction", (0, ()))[1]
+    for no, name in ((no, name) for no in ("", "no_") for name in SWITCHES if m.given(f"vllm.{no}{name}")):
+        key = f"vllm.{no}{name}"
+        if own and m[key] is not None:
+            m.set(f"rollout.vllm.{name.removeprefix('enable_')}", m.flag(key) != bool(no), key)
+        else:
+            m.mark(key, "inert", "empty, or an option of another engine")
+
+
 TABLE = Table(
     name="areal", title="AReaL", command=r"areal|train", versions=("0.3", "0.4", "0.5", "1.0"),
     required={"train_dataset.batch_size": 64, "gconfig.n_samples": 4},
@@ -179,6 +193,9 @@ TABLE = Table(
             K("vllm.gpu_memory_utilization", "equivalent", default=0.9, other=0.7, beside={"rollout.backend": "vllm:d2p1t1"}),
             K("vllm.max_model_len", "equivalent", default=32768, other=40000, beside={"rollout.backend": "vllm:d2p1t1"}),
             K("vllm.max_num_seqs", "equivalent", default=256, other=64, beside={"rollout.backend": "vllm:d2p1t1"})), meaning.layout),
+        Joint("switches of vLLM", tuple(
+            K(f"vllm.{no}{name}", "equivalent", other=bool(no), beside={"rollout.backend": "vllm:d2p1t1"})
+            for no in ("", "no_") for name in SWITCHES), switches),
         Joint("memory", (
             K(ACTOR + "mb_spec.max_tokens_per_mb", "equivalent", other=30000),
             K("ref.mb_spec.max_tokens_per_mb", "equivalent", other=20000, beside={ACTOR + "mb_spec.max_tokens_per_mb": 30000})),

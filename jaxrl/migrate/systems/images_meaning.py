@@ -47,9 +47,9 @@ def roll(m: Migration):
     for name in ("image_max_pixels", "image_min_pixels"):
         if m[VALID + DATA + name] not in (None, m[d + name]):
             m.lacks(VALID + DATA + name, "images of evaluation have the sizes of training's (data.image_max_pixels)")
-    m.differs(
-        "ROLL's pipeline of images puts its own words about <think> and <answer> behind a prompt that is text; here a "
-        "prompt is what the row says: write them into the rows or data.system_prompt"
+    m.needs(
+        "data.prompt_column: ROLL's pipeline of images puts its own words about <think> and <answer> behind a prompt "
+        "that is text, and rewards may read them: write them into the rows or data.system_prompt"
     )
 
 

@@ -20,6 +20,8 @@ from jaxrl.migrate.systems.roll_layout import (
          DATA,
          INFER,
          MEGATRON,
+         PACKING,
+         PACKS,
          REF,
          SAMPLE,
          STRATEGY,
@@ -36,6 +38,8 @@ EIGHT = {TRAIN + "device_mapping": "list(range(0,8))", "rollout_batch_size": 128
          TRAIN + ARGS + "gradient_accumulation_steps": 16}
 MEGA = {**EIGHT, STRATEGY: "megatron_train"}
 GROUPS = {"adv_estimator": "reinforce", "num_return_sequences_in_group": 8}
+BY_LOAD = {**MEGA, PACKS: True, PACKING + "algorithm": "load_balance", PACKING + "max_packed_sequence_length_train": 30000,
+           PACKING + "max_packed_sequence_length_forward": 40000}
 EVAL, LORA = {VALID + DATA + "file_name": ["b.jsonl"]}, {TRAIN + "model_args.lora_target": "all-linear"}
 PG = {WORKER: "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"}
 SEES = {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
@@ -44,6 +48,17 @@ FILTER = "rewards.*.query_filter_config."
 SGLANG = {INFER + "strategy_args.strategy_name": "sglang"}
 CRITIC_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
+
+
+def packing(scored: bool) -> tuple[Key, ...]:
+    """Returns the keys of packing in Megatron. scored: whether old log-probs are scored."""
+    keys = {PACKS: (False, True), PACKING + "algorithm": ("none", "load_balance"),
+            PACKING + "max_packed_sequence_length_train": (None, 50000), PACKING + "max_packed_sequence_length_forward": (None, 50000)}
+    return tuple(K(n, "equivalent", default=d, other=o, beside={k: v for k, v in BY_LOAD.items() if k != n}) for n, (d, o) in keys.items()
+                 if scored or not n.endswith("forward"))
+
+
+SHORT = "ROLL leaves out prompts of up to 5 tokens, too"
 AUTOMATIC = (
     ("rpc_timeout", "rollout.timeout_seconds and launch.wait_seconds", ()),
     ("system_envs.**", "set variables of the environment where you start it", ()),
@@ -70,7 +85,8 @@ AUTOMATIC = (
     ("tag_to_template.*", "the tokenizer's own template; model.chat_template takes another", ()),
     (TRAIN + "model_args.attn_implementation", "kernels are the platform's", (TRAIN + "model_args.flash_attn",)),
     (TRAIN + "model_args.**", "no counterpart is needed", ()),
-    (TRAIN + "sequence_packing_args.*", "rows are packed", (TRAIN + "use_sequence_packing", TRAIN + "use_remove_padding")),
+    (PACKING + "*", "micro-batches are packed by the order of lengths", ()),
+    (TRAIN + "use_remove_padding", "rows are packed", ()),
     (TRAIN + ARGS + "num_train_epochs", "max_steps ends the run", (TRAIN + ARGS + "max_steps",)),
     (TRAIN + ARGS + "**", "no counterpart is needed", ()),
     (TRAIN + DATA + "**", "rows are read and mixed by data.sources", ()),
@@ -128,7 +144,7 @@ TABLE = Table(
         "the gradient does not depend on micro-batches and the number of GPUs",
         "weight decay spares norms, biases and other vectors; with FSDP2 and DeepSpeed ROLL's does not",
         "the order of the data is drawn from another generator",
-        "ROLL leaves out prompts of up to 5 tokens, too",
+        SHORT,
     ),
     rules=(
         Joint("lengths", (
@@ -275,6 +291,7 @@ TABLE = Table(
               beside={TRAIN + "max_tokens_per_microbatch_in_infer": 30000}),
             K(TRAIN + "max_tokens_per_microbatch_in_infer", "equivalent", other=9000,
               beside={TRAIN + "use_dynamic_batching_in_infer": True}),
+            *packing(True),
             K(TRAIN + "strategy_args.strategy_config", "equivalent", other="${deepspeed_zero3_cpuoffload}"),
             K(TRAIN + CONFIG + "offload_policy", "equivalent", default=False, other=True),
             K(TRAIN + CONFIG + "zero_optimization.**", "equivalent")), places_.memory),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.migrate.systems import roll_agentic_meaning as meaning
-from jaxrl.migrate.systems.roll import TABLE
+from jaxrl.migrate.systems.roll import SHORT, TABLE
 from jaxrl.migrate.systems.roll_layout import DATA, INFER, SAMPLE, TRAIN
 from jaxrl.migrate.table import Joint, Key, Since
 
@@ -139,7 +139,8 @@ def in_groups(rule: Key | Joint) -> Key | Joint:
 
 
 AGENTIC = replace(
-    TABLE, job="agentic", jobs=(), required={"sequence_length": 4096, ENV + SAMPLE + "max_new_tokens": 256}, rules=tuple(map(in_groups, (
+    TABLE, job="agentic", jobs=(), differs=tuple(text for text in TABLE.differs if text != SHORT),
+    required={"sequence_length": 4096, ENV + SAMPLE + "max_new_tokens": 256}, rules=tuple(map(in_groups, (
         *RULES[:3],
         *(one for r in TABLE.rules if not left(r.title if isinstance(r, Joint) else r.name) for one in without(r)),
         *RULES[3:]))))

@@ -37,12 +37,12 @@ class Ends:
         return "", 0.0, True, False, {{}}
 
 
-def make(env_type, config):
-    """Returns an environment with gem's `reset(seed)` and `step(action)`."""
+def make(env_type, config{tools}):
+    """Returns an environment with gem's `reset(seed)` and `step(action)`{wrapped}."""
     # WRITE HERE. ROLL's environments run as they are, where its package is installed:
     #     import gem
     #     import roll.pipeline.agentic.env  # registers env_type
-    #     return gem.make(env_id=env_type, **config)
+{made}
     return Ends()
 
 
@@ -50,7 +50,7 @@ async def episode(task, chat):
     """One trajectory of the environment that the row's tag names, by the group's seed. Scored by the sum of
     rewards{whose}."""
     said = ENVS[task.row["tag"]]
-    env = make(said["env_type"], said["config"])
+    env = make(said["env_type"], {config}{given})
     observation, info = env.reset(seed=task.seed % 2**31)
     instruction, suffix, tool{zero} = info.get("env_instruction", ""), info.get("suffix", ""), False{nought}
     for step in range(said["max_steps"]):
@@ -62,6 +62,18 @@ async def episode(task, chat):
         if ended:
             break
 {total}'''
+PLAIN = {"tools": "", "wrapped": "", "given": "", "made": "    #     return gem.make(env_id=env_type, **config)"}
+# tools of tool_wrapper, which ROLL puts around the environment
+TOOLS = {
+    "tools": ", tools",
+    "wrapped": ", in its tools where it has any",
+    "given": ', said["tools"]',
+    "made": """\
+    #     from roll.pipeline.agentic.tools.tool_env_wrapper import tool_wrapper
+    #     env = gem.make(env_id=env_type, **config)
+    #     return tool_wrapper(env, **tools) if tools else env""",
+}
+SEEDED = """{**said["config"], "seed": task.seed % 2**31} if "seed" in said["config"] else said["config"]"""
 BY_TURN = {
     "whose": ", each that of its turn",
     "zero": "",
@@ -102,6 +114,9 @@ STEP = """        chat.state(str(observation))
         if step:  # every turn reads the present alone, and is trained as a sequence of its own
             chat.rewrite(messages)
             messages = []"""
+
+SHOWN = 'shown = f"{observation}\\n{suffix}"\n        chat.state(shown)'
+STEPS_CONCAT = STEP.replace("chat.state(str(observation))", SHOWN).replace("n=observation,", "n=shown,")
 
 
 def table_of(m: Migration, tag: str) -> dict[Any, Any]:
@@ -159,9 +174,10 @@ def lengths(m: Migration):
     elif m.given("response_length"):
         m.mark("response_length", "inert", "sequence_length is set, and wins")
     drawn = drawn_at(m, ENV) + "max_new_tokens"
-    bounds = [int(n) for tag in tags(m, ENV) if isinstance(n := table_of(m, tag).get("max_tokens_per_step"), int)]
-    turn = min(int(m.integer(drawn)), whole - 1, max(bounds, default=whole))
-    m.set("rollout.max_new_tokens", max(turn, 1), drawn, *keys, *(["custom_envs.**"] if bounds else []))
+    of = {f"custom_envs.{tag}.max_tokens_per_step": table_of(m, tag).get("max_tokens_per_step") for tag in tags(m, ENV)}
+    bounds = {key: n for key, n in of.items() if isinstance(n, int)}
+    turn = min(int(m.integer(drawn)), whole - 1, max(bounds.values(), default=whole))
+    m.set("rollout.max_new_tokens", max(turn, 1), drawn, *keys, *bounds)
     m.set("data.max_prompt_tokens", min(m.integer("prompt_length"), max(whole - turn, 64)), "prompt_length", *keys)
     m.facts[EPISODE] = whole
     for key in ("val_prompt_length", "val_sequence_length"):
@@ -358,7 +374,7 @@ def _asked(m: Migration, found: dict[str, dict], named: set[str], bound: str):
             "here an episode is one,"
             " of as many sequences",
         )
-    if "StepEnvManager" in named and any("history_length" in t for t in found.values()):
+    if named & STEPS and any("history_length" in t for t in found.values()):
         m.needs(
             f"{m.name}_env.py: add the last history_length steps, which ROLL writes into the prompt as {{history}}"
         )
@@ -392,25 +408,74 @@ def environments(m: Migration):
     )
     episodes.episode(m, f"ROLL's {what}", said, max(turns) if turns else None, bound)
     episodes.longest(m, m.facts[EPISODE], "sequence_length")
-    for s in m.all("custom_envs.**"):
-        if s.key != bound:
-            kind = ("ask", "written into the stub of the episode") if s in used else ("inert", "no role names its tag")
-            m.mark(s.key, *kind)
     if missing := [tag for tag, t in found.items() if not t]:
         m.needs(
             f"custom_envs.{missing[0]}: not in the file, though tags name it: fill it in in {m.name}_env.py"
         )
-    if named <= TRAJECTORIES or named <= STEPS:
+    plays = named <= TRAJECTORIES or named <= STEPS
+    if plays:
         pictured = named == {"VLTrajEnvManager"}
-        m.files[f"{m.name}_env.py"] = _stub(m, found, what, STEP if named <= STEPS else PICTURES if pictured else TURNS)
+        steps = STEPS_CONCAT if named == {"StepConcatEnvManager"} else STEP
+        messages = steps if named <= STEPS else PICTURES if pictured else TURNS
+        m.files[f"{m.name}_env.py"] = _stub(m, found, what, messages)
+    for s in m.all("custom_envs.**"):
+        if s not in used:
+            m.mark(s.key, "inert", "no role names its tag")
+        elif s.key != bound:
+            _written(m, s.key, messages if plays else "")
     _asked(m, found, named, bound)
     m.needs_you.sort(key=lambda text: "WRITE HERE" in text)
     m.differs("an environment reads a completion's text, in ROLL with the special tokens at its end")
     m.differs("seeds of environments are others; one group has one, as there")
 
 
+# keys of an entry of custom_envs that the stub's messages are made of
+READ = ("env_type", "env_config", "max_steps", "max_tokens_per_step", "agent_system_template")
+TEMPLATES = {PICTURES: ("pre_step_template", "next_step_template")}
+HANDLED = {  # key -> what is said of it
+    "env_manager_cls": "the stub plays as it does",
+    "use_thread_lock": "environments run in processes of their own (env.workers)",
+    "max_env_step_concurrent": "env.in_flight bounds episodes, env.workers the processes that play them",
+}
+
+
+def _written(m: Migration, key: str, messages: str):
+    """Says what became of a key of an environment. messages: those of the stub; "": the source's lines are its text."""
+    name = key.split(".")[2] if key.count(".") > 1 else ""
+    tools = name == "tool_wrapper" and messages != PICTURES
+    if not messages or tools or name in (*READ, *TEMPLATES.get(messages, ("agent_template",))):
+        m.set("env.function", m.options["env.function"][0], key)
+        m.mark(key, "equivalent", "written into the stub of the episode")
+    elif name in HANDLED:
+        m.mark(key, "automatic", HANDLED[name])
+    elif name in ("agent_template", *TEMPLATES[PICTURES], "agent_runner_cls", "tool_wrapper"):
+        m.mark(key, "inert", "its environment manager does not read it")
+    elif name != "history_length" or messages not in (STEP, STEPS_CONCAT):
+        m.mark(key, "ask", "not in the stub")
+        m.needs(f"{key}: {m.name}_env.py has nothing of it: carry it over where your environment reads it")
+    else:
+        m.mark(key, "ask", 'said under "Needs you"')
+
+
+def _tools(found: dict[str, dict]) -> dict[str, dict]:
+    """Returns tag -> its tool_wrapper, of those that have one."""
+    return {tag: t["tool_wrapper"] for tag, t in found.items() if isinstance(t.get("tool_wrapper"), dict)}
+
+
+def _ask_tools(m: Migration, found: dict[str, dict]):
+    for tag, wrapper in _tools(found).items():
+        configs = [c for c in wrapper.get("tool_configs") or [] if isinstance(c, dict)]
+        names = ", ".join(str(c.get("tool_id")) for c in configs) or "no tool_id"
+        m.needs(
+            f"{m.name}_env.py: {tag} plays with tools ({names}): `make` gets them as `tools` and wraps the environment "
+            "in them; without that it is another job"
+        )
+
+
 def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str:
     """Returns the episode of environments that are made by their type, with what the config says of them."""
+    tools = _tools(found) if messages != PICTURES else {}  # VLTrajEnvManager has none
+    _ask_tools(m, found if tools else {})
     envs = {
         tag: {
             "env_type": str(t.get("env_type") or tag),
@@ -423,10 +488,14 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
                 else {"template": t.get("agent_template") or "{observation}"}
             ),
             "config": t.get("env_config") or {},
+            **({"tools": tools.get(tag)} if tools else {}),
         }
         for tag, t in found.items()
     }
     text = ascii(what).strip("'").replace('"', "").replace("\\", "/")
     literal = pprint.pformat(envs, width=112, sort_dicts=False)
-    late = messages != STEP and m.options.get("algorithm.advantage", ("",))[0] in ("returns", "gae")
-    return STUB.format(what=text[:80], envs=literal, messages=messages, **(AT_THE_END if late else BY_TURN))
+    late = messages not in (STEP, STEPS_CONCAT) and m.options.get("algorithm.advantage", ("",))[0] in ("returns", "gae")
+    parts = {**(AT_THE_END if late else BY_TURN), **(TOOLS if tools else PLAIN)}
+    seeded = messages != PICTURES and any("seed" in e["config"] for e in envs.values())  # ROLL gives the group's
+    config = SEEDED if seeded else 'said["config"]'
+    return STUB.format(what=text[:80], envs=literal, messages=messages, config=config, **parts)

@@ -11,7 +11,7 @@ from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import roll_jobs_meaning as meaning
 from jaxrl.migrate.systems import roll_layout as layout
-from jaxrl.migrate.systems.roll import EIGHT, MEGA, TABLE
+from jaxrl.migrate.systems.roll import EIGHT, MEGA, TABLE, packing
 from jaxrl.migrate.systems.roll_layout import (
     ACCUMULATION,
     ARGS,
@@ -59,7 +59,8 @@ def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
             K(TRAIN + "use_dynamic_batching_in_train", "equivalent", default=False, other=True,
               beside={TRAIN + "max_tokens_per_microbatch_in_train": 30000}),
             K(TRAIN + "max_tokens_per_microbatch_in_train", "equivalent", default=0, other=9000,
-              beside={TRAIN + "use_dynamic_batching_in_train": True})), meaning.batch),
+              beside={TRAIN + "use_dynamic_batching_in_train": True}),
+            *(() if pair == REF else packing(False))), meaning.batch),
         *data,
         Joint("length of the run", (
             K(TRAIN + ARGS + "num_train_epochs", "equivalent", default=1, other=2),

@@ -17,6 +17,7 @@ from jaxrl.migrate.systems.roll_layout import (
     ULYSSES,
     VALID,
     devices,
+    packed_tokens,
     sizes,
 )
 from jaxrl.migrate.table import Migration
@@ -59,9 +60,12 @@ def batch(m: Migration):
     per, pairs = m.integer(PER_DEVICE), m.options["run.recipe"][0] == "preference"
     supervised.rows(m, per * m.integer(ACCUMULATION) * dp, "pairs" if pairs else "rows", *keys)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    longest = m.options["train.max_sequence_tokens"][0]
+    packed, of = (0, ()) if pairs else packed_tokens(m, "train")  # ROLL's DPO refuses it
     if m.flag(dynamic) and m.integer(most):
-        longest = m.options["train.max_sequence_tokens"][0]
         m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    elif packed:
+        m.set("train.tokens_per_microbatch", max(packed, longest), *of)
     else:
         supervised.memory(m, per * (1 + pairs), PER_DEVICE, "sequence_length")
 
@@ -93,12 +97,24 @@ def _text_alone(m: Migration, key: str):
 def sft_data(m: Migration):
     files(m)
     _text_alone(m, "response_key")
-    m.set("data.prompt_column", m.text("prompt_key"), "prompt_key")
+    parts = {"query_key": "behind the prompt and a line break", "system_key": "a row's system message"}
+    _prompt(m, "prompt_key", parts)
     m.set("data.completion_column", m.text("response_key"), "response_key")
     m.set("data.shuffle", False, TRAIN + DATA + "file_name")  # its loader reads the file in order
-    for key, what in (("query_key", "joined to the prompt by a line break"), ("system_key", "a row's system message")):
-        if m.text(key):
-            m.needs(f"{key}={m.text(key)}: {what} there; write the prompt of a row as one column, or as messages")
+
+
+def _prompt(m: Migration, key: str, more: dict[str, str]):
+    """Sets the column of prompts; beside further parts of a prompt it is one that rows do not have yet, so that the run
+    stops instead of learning without them. more: key of a part -> where ROLL puts it."""
+    given = {k: what for k, what in more.items() if m.text(k)}
+    column = "+".join([m.text(key), *(m.text(k) for k in given)])
+    m.set("data.prompt_column", column, key, *given)
+    if given:
+        parts = "; ".join(f"{k}={m.text(k)}: {what}" for k, what in given.items())
+        m.needs(
+            f"data.prompt_column={column}: ROLL makes a prompt of several columns ({parts}): write it into this "
+            "column, as one text or as messages; a run without it stops"
+        )
 
 
 def pair_data(m: Migration):
@@ -129,14 +145,9 @@ def distill_data(m: Migration):
     if _sees(m):
         _pictures(m)
         return
-    m.set("data.prompt_column", m.text("question_key"), "question_key")
+    before = "before the question"
+    _prompt(m, "question_key", {"prompt_key": before, "system_key": before})
     m.set("data.completion_column", m.text("answer_key"), "answer_key")
-    for key in ("prompt_key", "system_key"):
-        if m.text(key):
-            m.needs(
-                f"{key}={m.text(key)}: put before the question there; write the prompt of a row as one column, or as "
-                "messages"
-            )
 
 
 def length_of_run(m: Migration):
@@ -146,8 +157,10 @@ def length_of_run(m: Migration):
     m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
     if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
         m.set("train.steps", steps, "max_steps")
-    elif m.given("max_steps"):
-        m.mark("max_steps", "inert", "this pipeline counts num_train_epochs")
+    else:
+        why = "this pipeline counts num_train_epochs"
+        m.mark("max_steps", "inert", why)
+        m.mark(TRAIN + ARGS + "max_steps", "inert", why)
 
 
 def evaluation(m: Migration):
@@ -260,6 +273,11 @@ def on_policy(m: Migration):
     """The advantage of a token is minus the teacher's KL of it, k1 unless kl_penalty says otherwise."""
     many = m.all(REF + "*.model_args.model_name_or_path")
     if many:
+        tables = tuple(s.key.partition(".model_args.")[0] + "." for s in many)
+        for s in [s for s, _ in m.unknown if s.key.startswith(tables)]:
+            m.owned.setdefault("teacher.**", []).append(s)
+            m.mark(s.key, "unsupported", "of several teachers")
+        m.unknown = [(s, why) for s, why in m.unknown if not s.key.startswith(tables)]
         m.lacks(many[-1].key, "several teachers, by the row: there is one (teacher.path)", refuse=True)
         return
     if m.flag("use_opd"):
@@ -290,6 +308,9 @@ def on_policy(m: Migration):
         if on:
             m.lacks(key, "beside a teacher there is the loss of the sampled tokens alone")
     supervised.without_rewards(m, SAMPLED)
+    force = "force_disable_old_logprobs_recompute"
+    if m.number("init_kl_coef") and not m.flag(force):  # what the advantage is the difference to
+        m.options["algorithm.old_logprobs"] = ("recompute", ("enable_old_logprobs_recompute", "init_kl_coef", force))
     m.set("run.recipe", "distill", "is_pure_opd")
     m.set("distill.loss", "sampled", "is_pure_opd")
     m.set("distill.coef", float(m.number(REF + "opd_kl_coef")), REF + "opd_kl_coef")

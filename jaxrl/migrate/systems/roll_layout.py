@@ -30,6 +30,7 @@ EPISODE = "tokens of an episode"  # a fact of the agentic pipeline
 
 
 PER_DEVICE, ACCUMULATION = TRAIN + ARGS + "per_device_train_batch_size", TRAIN + ARGS + "gradient_accumulation_steps"
+PACKS, PACKING = TRAIN + "use_sequence_packing", TRAIN + "sequence_packing_args."
 LENGTHS = ("prompt_length", "response_length", "sequence_length")
 
 
@@ -73,15 +74,20 @@ def numbers(text) -> list[int]:
 
 def devices(m: Migration, role: str) -> list[int]:
     """The devices of a role; [] where the source sets none."""
-    value = m[role + "device_mapping"]
+    return devices_of(m, role + "device_mapping")
+
+
+def devices_of(m: Migration, key: str) -> list[int]:
+    """The devices that a key names; [] where it is not set."""
+    value = m[key]
     if value is None:
         return []
     try:
         found = numbers(value)
     except ValueError:
-        raise m.wrong(role + "device_mapping", "device numbers such as list(range(0,8))") from None
+        raise m.wrong(key, "device numbers such as list(range(0,8))") from None
     if len(set(found)) != len(found):
-        raise m.wrong(role + "device_mapping", "each device once")
+        raise m.wrong(key, "each device once")
     return found
 
 
@@ -125,12 +131,18 @@ def layout(m: Migration):
 
 def master_weights(m: Migration):
     """FSDP2 loads and learns parameters in its param_dtype (unset: fp32); others keep fp32 beside bf16."""
-    key = TRAIN + CONFIG + "param_dtype"
-    kind = common.DTYPES.get(m.text(key)) if m[key] is not None and "fsdp" in m.text(STRATEGY) else "fp32"
+    key, kind = TRAIN + CONFIG + "param_dtype", _held(m, TRAIN)
     if kind not in ("fp32", "bf16"):
         m.lacks(key, f"{m[key]}: weights are held in float32 or bfloat16")
         kind = "fp32"
     m.set("train.param_dtype", kind, key, STRATEGY)
+
+
+def _held(m: Migration, role: str) -> str | None:
+    """Returns the dtype in which a role's weights are held and learnt; None for one that there is not."""
+    key = role + CONFIG + "param_dtype"
+    fsdp = m[key] is not None and "fsdp" in m.text(role + "strategy_args.strategy_name")
+    return common.DTYPES.get(m.text(key)) if fsdp else "fp32"
 
 
 def _computes(m: Migration, role: str) -> tuple[str, str]:
@@ -144,6 +156,9 @@ def compute_dtypes(m: Migration):
     key, kind = _computes(m, TRAIN)
     m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key)
     common.critics_dtype(m, _computes(m, CRITIC)[0], "train.compute_dtype")
+    key, strategy = CRITIC + CONFIG + "param_dtype", CRITIC + "strategy_args.strategy_name"
+    if m.given(key) or m.given(strategy):
+        common.critics_weights(m, _held(m, CRITIC), key if m.given(key) else strategy)
 
 
 def reference_dtype(m: Migration):
@@ -152,20 +167,40 @@ def reference_dtype(m: Migration):
     common.frozen_dtype(m, f"{role}.dtype", kind, key)
 
 
+def packed_tokens(m: Migration, pass_: str) -> tuple[int, tuple[str, ...]]:
+    """Returns the tokens of a micro-batch that Megatron packs by load, and their keys; 0 where it does not. pass_:
+    train or forward."""
+    most, how = PACKING + f"max_packed_sequence_length_{pass_}", PACKING + "algorithm"
+    on = m.flag(PACKS) and "megatron" in m.text(STRATEGY) and m.text(how) == "load_balance"
+    if not on:
+        m.mark(most, "inert", "read by Megatron with use_sequence_packing and algorithm=load_balance alone")
+        m.mark(PACKS, "automatic", "rows are packed")
+        return 0, ()
+    if not m.integer(most):
+        raise m.wrong(most, "a length, as algorithm=load_balance does")
+    return m.integer(most), (PACKS, how, most)
+
+
 def memory(m: Migration):
     both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     longest = m.facts.get(EPISODE, both)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
+    packed, of = packed_tokens(m, "train")
     if m.flag(dynamic) and m.integer(most):
         m.set("train.tokens_per_microbatch", max(m.integer(most), longest), dynamic, most)
+    elif packed:
+        m.set("train.tokens_per_microbatch", max(packed, longest), *of)
     else:
         m.set("train.tokens_per_microbatch", m.integer(PER_DEVICE) * longest, PER_DEVICE, *LENGTHS)
+    scored_packed, scored_of = packed_tokens(m, "forward")
     scored, many = TRAIN + "infer_batch_size", TRAIN + "max_tokens_per_microbatch_in_infer"
     if m.flag(TRAIN + "use_dynamic_batching_in_infer") and m.integer(many):
         tokens, keys = max(m.integer(many), longest), (TRAIN + "use_dynamic_batching_in_infer", many)
+    elif scored_packed:
+        tokens, keys = max(scored_packed, longest), scored_of
     else:
         tokens, keys = m.integer(scored) * longest, (scored, *LENGTHS)
-    if tokens != m.options["train.tokens_per_microbatch"][0]:
+    if tokens != m.options["train.tokens_per_microbatch"][0] or scored_packed:
         m.set("train.score_tokens_per_microbatch", tokens, *keys)
     _rest(m)
 

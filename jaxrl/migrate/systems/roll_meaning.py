@@ -421,7 +421,10 @@ def mismatch(m: Migration):
             "train_infer_correction.filters",
             "what is left out is also weighed here (algorithm.mismatch.correction=..._mis)",
         )
-    again = m.flag("enable_old_logprobs_recompute") and not m.flag("force_disable_old_logprobs_recompute")
+    force = "force_disable_old_logprobs_recompute"
+    again = m.flag("enable_old_logprobs_recompute") and not m.flag(force)
+    if m.flag(force) and common.updates(m) > 1:
+        m.lacks(force, "a mini-batch's old log-probs are those of its first pass there, here those before the step")
     m.set("algorithm.old_logprobs", "recompute" if again else "auto", "enable_old_logprobs_recompute")
 
 

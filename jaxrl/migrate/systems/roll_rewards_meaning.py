@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxrl.migrate import common
 from jaxrl.migrate.systems.images_meaning import sees
-from jaxrl.migrate.systems.roll_layout import DATA, TRAIN
+from jaxrl.migrate.systems.roll_layout import CONFIG, DATA, INFER, SAMPLE, TRAIN, devices, devices_of
 from jaxrl.migrate.table import Migration
 
 REWARDS = '''"""ROLL's rewards by domain: the domain is a row's column `domain`, else that of its column `tag`.
@@ -45,6 +45,17 @@ KINDS = {  # end of a worker's class -> what judges its rows here
     "CrossThinkQARuleRewardWorker": "choices",
     "LLMJudgeRewardWorker": "judge",
 }
+OWN = (
+    "worker_cls",
+    "tag_included",
+    "reward_type",
+    "query_filter_config.type",
+    "response_length_penalty_coef",
+    "format_pattern",
+)
+DTYPE, GPUS = "model_args.dtype", "num_gpus_per_worker"
+# ROLL's defaults
+DRAWN = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "repetition_penalty": 1.0, "do_sample": True}
 SHARES = TRAIN + DATA + "domain_interleave_probs.*"
 JUDGE_PROMPT = """Compare the final answer of a solution with the reference answer.
 
@@ -71,7 +82,8 @@ def reward(m: Migration):
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
         m.needs("rewards names no worker: reward.functions=math stands for it; name your own")
         return
-    m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
+    if "math" in kinds.values():
+        m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
     if set(kinds.values()) == {"math"}:
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
     else:
@@ -122,20 +134,84 @@ def _judge(m: Migration, domain: str):
         m.needs("reward.judge: judge_api_key is not written into a config: name a variable in reward.judge.key_env")
         if not found.get("judge_api_url"):
             m.needs("reward.judge.servers: judge_api_url is not set")
+        for key in (s.key for s in m.singles.values() if s.key.startswith(at)):
+            if "judge_" not in key and key.removeprefix(at) not in OWN:
+                m.mark(key, "inert", "the judge is asked over the network: its server's options are its own")
+        m.differs("a judge is asked greedily; ROLL leaves its sampling to the server (reward.judge.extra)")
     else:
-        m.set("reward.judge.model", str(found.get("model_args.model_name_or_path") or ""), keys)
-        most = found.get("generating_args.max_new_tokens")
-        if isinstance(most, int):
-            m.set("reward.judge.max_new_tokens", most, keys)
-        m.needs(
-            "reward.judge.devices: GPUs of the judge's server, beside those of training (device_mapping of its worker)"
-        )
+        _served(m, at, found)
     if found.get("judge_prompt"):
         m.needs(
             f"{m.name}_judge.txt: its text is jaxrl's; ROLL's is prompt_maps[{str(found['judge_prompt'])!r}] of "
             "roll/utils/prompt.py"
         )
-    m.differs("a judge is asked greedily and its last YES or NO counts; one that says neither has no score, in ROLL 0")
+    m.differs(
+        "a judge's last YES or NO counts, in ROLL a YES anywhere in its text; one that says neither has no score, in "
+        "ROLL 0"
+    )
+
+
+def _served(m: Migration, at: str, found: dict):
+    """The server of a judge that is a model: its sampling, engine and devices."""
+    for name in found:
+        if "judge_" not in name and name not in OWN:
+            m.mark(at + name, "automatic", "nothing to set for a judge's server (reward.judge)")
+
+    def carry(option: str, value, *names: str):
+        m.set(f"reward.judge.{option}", value, *(at + n for n in names))
+        for name in names:
+            m.mark(at + name, "equivalent", "")
+
+    name, most = "model_args.model_name_or_path", SAMPLE + "max_new_tokens"
+    carry("model", str(found.get(name) or ""), name if name in found else "judge_model_type")
+    if isinstance(found.get(most), int):
+        carry("max_new_tokens", found[most], most)
+    given = [n for n in DRAWN if SAMPLE + n in found]
+    if any(n.startswith(SAMPLE) for n in found):  # what is not set has ROLL's default
+        of = {n: default if found.get(SAMPLE + n) is None else found[SAMPLE + n] for n, default in DRAWN.items()}
+        greedy = str(of["do_sample"]).lower() == "false"
+        extra = {"temperature": 0.0 if greedy else of["temperature"], "top_p": of["top_p"], "top_k": of["top_k"]}
+        extra |= {} if of["repetition_penalty"] == 1 else {"repetition_penalty": of["repetition_penalty"]}
+        carry("extra", extra, *(SAMPLE + n for n in given))
+    _judge_engine(m, at, found, carry)
+
+
+def _judge_engine(m: Migration, at: str, found: dict, carry):
+    """The engine and the devices of a judge's server."""
+    engine = str(found.get("strategy_args.strategy_name") or "")
+    passed = ("automatic", "as servers are started") if engine == "vllm" else ("inert", "an option of another engine")
+    args, names = {}, []
+    for name in (n for n in found if n.startswith(CONFIG)):
+        option, value = name.removeprefix(CONFIG), found[name]
+        if engine != "vllm" or value is None or option in ("load_format", "sleep_level"):
+            m.mark(at + name, *passed)
+        else:
+            args[option] = value
+            names.append(name)
+    if engine not in ("vllm", ""):
+        m.differs(f"the judge's model is served by vLLM here, by {engine} there")
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(found.get(DTYPE)))
+    args, names = (args | {"dtype": dtype}, [*names, DTYPE]) if dtype else (args, names)
+    each = found.get(GPUS, 1) if isinstance(found.get(GPUS, 1), int) else 1
+    if each > 1 and "tensor_parallel_size" not in args:
+        args, names = args | {"tensor_parallel_size": each}, [*names, GPUS]
+    own = devices_of(m, at + "device_mapping") if found.get("device_mapping") else []
+    wide = args.get("tensor_parallel_size")
+    engines = len(own) // wide if isinstance(wide, int) and wide > 1 else len(own)
+    if engines > 1:
+        args, names = args | {"data_parallel_size": engines}, [*names, "device_mapping"]
+    if args:
+        carry("server_args", args, *names)
+    others = {d for role in (TRAIN, INFER) for d in devices(m, role)}
+    if own and others and not others & set(own) and max({*own, *others}) < m.integer("num_gpus_per_node"):
+        carry("devices", ",".join(map(str, own)), "device_mapping")
+        return
+    m.needs(
+        "reward.judge.devices: GPUs of the judge's server, beside those of training"
+        + (f" ({at}device_mapping: {', '.join(map(str, own))})" if own else "")
+    )
+    if own:
+        m.mark(at + "device_mapping", "ask", 'said under "Needs you"')
 
 
 def _sources(m: Migration, tags: dict, kinds: dict, column: str):

@@ -12,6 +12,7 @@ from jaxrl.migrate.jobs import EVAL, Job
 from jaxrl.migrate.systems import images_meaning
 from jaxrl.migrate.systems import skyrl_meaning as meaning
 from jaxrl.migrate.systems.skyrl_meaning import ALGO, ENGINE, GEN, MEGATRON, POLICY
+from jaxrl.migrate.systems.verl_optimizer import offloaded_state
 from jaxrl.migrate.table import Joint, Key, Since, Table
 
 K = Key
@@ -35,6 +36,14 @@ JOBS = (
 BIAS, RATE = MEGATRON + "moe_router_enable_expert_bias", MEGATRON + "transformer_config_kwargs.moe_router_bias_update_rate"
 REPLAYED = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"  # one without the other does nothing
 WITH_MEGATRON = {"trainer.strategy": "megatron"}
+
+
+def state_on_host(mega: str, strategy: str) -> Joint:
+    """Returns the rule of Megatron's optimizer on the host, by the table of its options and the key of the backend."""
+    on, share = (f"{mega}optimizer_config_kwargs.optimizer_{n}" for n in ("cpu_offload", "offload_fraction"))
+    return Joint("offloaded optimizer state", (
+        K(on, "equivalent", default=False, other=True, beside={strategy: "megatron", share: 1.0}), K(share, "equivalent", default=0.0)),
+        lambda m: offloaded_state(m, mega + "optimizer_config_kwargs.") if m.text(strategy) == "megatron" else None)
 
 
 def changes_training(policy: str) -> tuple[Key, ...]:
@@ -212,6 +221,7 @@ TABLE = Table(
             K(BIAS, "equivalent", default=False, other=True, beside={"trainer.strategy": "megatron"}),
             K(RATE, "equivalent", default=1e-3, other=1e-2, beside={"trainer.strategy": "megatron", BIAS: True})),
             lambda m: common.router_bias(m, BIAS, RATE) if m.text("trainer.strategy") == "megatron" else None),
+        state_on_host(MEGATRON, "trainer.strategy"),
         Joint("replayed experts", (
             K(REPLAYED[0], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[1]: True}),
             K(REPLAYED[1], "equivalent", default=False, other=True, beside=WITH_MEGATRON | {REPLAYED[0]: True})), meaning.routes),

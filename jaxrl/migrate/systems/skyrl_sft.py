@@ -9,7 +9,7 @@ from jaxrl.migrate.derived import defaults, derived, renamed, selected
 from jaxrl.migrate.devices import MEGATRON
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import skyrl_sft_meaning as meaning
-from jaxrl.migrate.systems.skyrl import TABLE, changes_training
+from jaxrl.migrate.systems.skyrl import TABLE, changes_training, state_on_host
 from jaxrl.migrate.table import Joint, Key, Since
 
 K = Key
@@ -58,6 +58,7 @@ SFT = derived(TABLE, "sft", (
         K("sequence_parallel_size", "equivalent", default=1, other=2, beside=FSDP),
         K("fsdp_config.fsdp_size", "equivalent", default=-1, other=2, beside=FSDP),
         K("fsdp_config.cpu_offload", "equivalent", default=False, other=True, beside=FSDP)), meaning.layout),
+    state_on_host("megatron_config.", "strategy"),
     *renamed(defaults(selected(TABLE, "optimizer", OPTIMIZER + "weight_decay", OPTIMIZER + "max_grad_norm", OPTIMIZER + "offload_after_step",
                       "trainer.policy.model.path", "adapters", "trainer.policy.model.lora.*"),
               {"trainer.policy.model.path": "Qwen/Qwen3-0.6B"}), {"trainer.policy.": "", "trainer.": ""}),

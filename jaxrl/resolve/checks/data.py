@@ -28,7 +28,8 @@ def sources(cfg) -> list[str]:
         out.append(f"data.eval_fraction={d.eval_fraction} with data.sources: held-out rows are sets of their own; name "
                    "them in eval.sets")
     if d.path and all("path" in source for source in d.sources.values() if hasattr(source, "keys")):
-        out.append(f"data.path={d.path}: every one of data.sources has a path of its own; leave it out")
+        out.append(f"data.path={d.path}: every one of data.sources has a path of its own; leave it out, or set "
+                   "data.sources={} to train on it alone")
     for name, source in d.sources.items():
         out += _source(cfg, name, source)
     return out or _weights(d.sources)

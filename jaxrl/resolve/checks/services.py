@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jaxrl.config.option import BOUNDS, no_effect, not_chosen
+from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import options
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.unread import is_set, unread
@@ -91,8 +91,11 @@ def _unused(cfg, kind, where, name) -> list[str]:
     if cfg.reward[TABLES[kind]]:
         return []
     used = [key for key, value in cfg.reward[kind].items() if is_set(options()[f"{where}.{key}"], value)]
-    return [no_effect(f"{where}.{key}", cfg.reward[kind][key], f"without the reward {name}", remedy)
-            for key in used[:1]]
+    values = cfg.reward[kind].to_dict()
+    shown = ", ".join(f"{where}.{key}={values[key]!r}" for key in used)
+    have = "has" if len(used) == 1 else "have"
+    whole = f"all at once: --config.{where}={{}}"
+    return [f"{shown} {have} no effect without the reward {name}; {remedy} ({whole})"] * bool(used)
 
 
 def _common(where, o) -> list[str]:

