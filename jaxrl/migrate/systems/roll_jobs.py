@@ -152,7 +152,13 @@ def _left_out(rule: Key | Joint) -> Key | Joint:
     if not isinstance(rule, Joint):
         return rule
     left = rule.title in OF_REWARDS
-    return replace(rule, keys=tuple(replace(k, other=None) if left or k.name == "entropy_loss_coef" else k for k in rule.keys))
+
+    def one(key: Key) -> Key:
+        if key.name == "enable_old_logprobs_recompute":  # so does init_kl_coef, by its default
+            return replace(key, beside={"init_kl_coef": 0.0})
+        return replace(key, other=None) if left or key.name == "entropy_loss_coef" else key
+
+    return replace(rule, keys=tuple(map(one, rule.keys)))
 
 
 ROLES = {TRAIN: "student_train.", INFER: "student_infer.", REF: "teacher."}

@@ -123,6 +123,7 @@ def dtypes(m: Migration):
 
 # other values that change a program's config; None = none does: no call of a program gives the key, or only one value is read
 OTHER = {ACTOR + "load_dtype": "bfloat16", ACTOR + "mesh.shape": None, OPT + "opt_type": None, OPT + "schedule_type": None}
+BESIDE = {"rollout_model_config.mesh.shape": {MODEL + "mesh.shape": "(2,2)"}}  # a program has no usual mesh
 OWN = {"model": model, "batch": batch, "data": data, "length of the run": run, "optimizer": optimizer, "dtypes": dtypes}
 
 
@@ -133,7 +134,7 @@ def _rule(rule: Key | Joint) -> Key | Joint:
     more = {"optimizer": (Key(CLIP, "equivalent", other=1.0, beside=rate),),
             "dtypes": (Key(MODEL + "model_name", "equivalent", other="qwen3_8b"), Key(ROLLOUT + "rollout_vllm_kwargs.dtype", "equivalent")),
             "model": (Key(ROLLOUT + "rollout_vllm_model_version", "equivalent"), Key(ROLLOUT + "rollout_sglang_jax_model_version", "equivalent"))}
-    keys = tuple(replace(key, other=OTHER.get(key.name, key.other)) for key in rule.keys)
+    keys = tuple(replace(key, other=OTHER.get(key.name, key.other), beside=BESIDE.get(key.name, key.beside)) for key in rule.keys)
     return replace(rule, keys=keys + more.get(rule.title, ()), by=OWN.get(rule.title, rule.by))
 
 
