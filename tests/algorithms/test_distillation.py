@@ -129,7 +129,7 @@ def test_unused_places_change_nothing():
         assert np.isfinite(grad).all() and not np.any(jnp.where(used, 0, grad))
 
 
-@pytest.mark.nightly  # (trl is in no extra)
+@pytest.mark.compat  # trl is in no extra
 @pytest.mark.torch
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 def test_the_loss_is_trl_s(beta):

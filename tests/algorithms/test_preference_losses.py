@@ -139,7 +139,7 @@ def test_rewards():
     assert metrics == {"reward/chosen": -2.0, "reward/rejected": -3.0, "reward/margin": 1.0, "reward/accuracy": 0.75}
 
 
-@pytest.mark.nightly  # (trl is in no extra)
+@pytest.mark.compat  # trl is in no extra
 @pytest.mark.torch
 def test_the_losses_are_trls():
     pytest.importorskip("trl", reason="pip install trl==1.16.0; evidence/trl_parity.py")

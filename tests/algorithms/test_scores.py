@@ -48,7 +48,7 @@ def test_closed_forms():
 
 
 @pytest.mark.torch
-@pytest.mark.nightly  # wants TRL, whose import takes six seconds
+@pytest.mark.compat  # trl is in no extra
 @pytest.mark.parametrize("margin, center", [(None, None), (MARGIN, 0.3)])
 def test_loss_and_gradient_are_trls(tmp_path, margin, center):
     """RewardTrainer's compute_loss around a table of scores in float64."""
