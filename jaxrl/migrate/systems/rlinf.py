@@ -79,6 +79,15 @@ AUTOMATIC = (
     ("inference.**", "log-probs are computed by the trainer", ()),
     (CRITIC + "**", "the critic is sharded and scored as the policy", ()),
 )
+DTYPES = (  # of the trainer, and whether it recomputes
+    K(FSDP + "gradient_checkpointing", "equivalent", default=False, other=True, beside=ON_FSDP),
+    K(MODEL + "precision", "equivalent", default="bf16", other="fp16"),
+    K(FSDP + "amp_autocast.enabled", "equivalent", other=True, beside={**ON_FSDP, FSDP + "amp_autocast.precision": "fp16"}),
+    K(FSDP + "mixed_precision.param_dtype", "equivalent", other="fp16", beside=ON_FSDP),
+    K(FSDP + "amp_autocast.precision", "equivalent", default="bf16", other="fp16",
+      beside={**ON_FSDP, FSDP + "amp_autocast.enabled": True}, also=(FSDP + "amp.precision",)),
+    K(FSDP + "amp.enabled", "equivalent", default=False, other=True, beside={**ON_FSDP, FSDP + "amp.precision": "fp16"}),
+)
 ROBOTS = "robots are not trained here, and a job with videos is not translated"
 
 JOBS = (
@@ -221,13 +230,7 @@ TABLE = Table(
             K(MODEL + "model_path", "equivalent", other="another/model"),
             K(ACTOR + "tokenizer.tokenizer_model", "equivalent", other="a/tokenizer", beside={ROLLOUT + "model_dir": "some/model"}),
             K(MODEL + "recompute_granularity", "equivalent", other="full"),
-            K(FSDP + "gradient_checkpointing", "equivalent", default=False, other=True, beside=ON_FSDP),
-            K(MODEL + "precision", "equivalent", default="bf16", other="fp16"),
-            K(FSDP + "amp_autocast.enabled", "equivalent", other=True, beside={**ON_FSDP, FSDP + "amp_autocast.precision": "fp16"}),
-            K(FSDP + "mixed_precision.param_dtype", "equivalent", other="fp16", beside=ON_FSDP),
-            K(FSDP + "amp_autocast.precision", "equivalent", default="bf16", other="fp16",
-              beside={**ON_FSDP, FSDP + "amp_autocast.enabled": True}, also=(FSDP + "amp.precision",)),
-            K(FSDP + "amp.enabled", "equivalent", default=False, other=True, beside={**ON_FSDP, FSDP + "amp.precision": "fp16"}),
+            *DTYPES,
             K(ROLLOUT + "model.precision", "equivalent", other="fp16")), meaning.model),
         K(ACTOR + "tokenizer.trust_remote_code", to="model.trust_remote_code", default=False, other=True),
         K(MODEL + "is_lora", "unsupported", fine=(False,), why="set lora.rank by hand"),

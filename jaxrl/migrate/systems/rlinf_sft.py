@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxrl.migrate.derived import derived, from_version, selected
 from jaxrl.migrate.supervised import recipe
 from jaxrl.migrate.systems import rlinf_sft_meaning as meaning
-from jaxrl.migrate.systems.rlinf import FSDP, ON_FSDP, ROBOTS, TABLE
+from jaxrl.migrate.systems.rlinf import DTYPES, FSDP, ON_FSDP, ROBOTS, TABLE
 from jaxrl.migrate.systems.rlinf_meaning import ACTOR, ALGO, DATA, MODEL, OPTIM, PLACEMENT, RUNNER, SAMPLE
 from jaxrl.migrate.table import MISSING, Joint, Key
 
@@ -51,13 +51,7 @@ SFT = derived(TABLE, "sft", (
         K(MODEL + "model_path", "equivalent", other="another/model"),
         K(ACTOR + "tokenizer.tokenizer_model", "equivalent", other="a/tokenizer", beside={MODEL + "model_path": "a/model"}),
         K(MODEL + "recompute_granularity", "equivalent", other="full", beside={ACTOR + "training_backend": "megatron"}),
-        K(FSDP + "gradient_checkpointing", "equivalent", default=False, other=True, beside=ON_FSDP),
-        K(MODEL + "precision", "equivalent", default="bf16", other="fp16"),
-        K(FSDP + "amp_autocast.enabled", "equivalent", other=True, beside={**ON_FSDP, FSDP + "amp_autocast.precision": "fp16"}),
-        K(FSDP + "mixed_precision.param_dtype", "equivalent", other="fp16", beside=ON_FSDP),
-        K(FSDP + "amp_autocast.precision", "equivalent", default="bf16", other="fp16",
-          beside={**ON_FSDP, FSDP + "amp_autocast.enabled": True}, also=(FSDP + "amp.precision",)),
-        K(FSDP + "amp.enabled", "equivalent", default=False, other=True, beside={**ON_FSDP, FSDP + "amp.precision": "fp16"})), meaning.model),
+        *DTYPES), meaning.model),
     Joint("rows", (
         K(DATA + "train_data_paths", "equivalent", other=["a.parquet", "b.parquet"]),
         K(DATA + "prompt_key", "equivalent", default="question", other="query"),
