@@ -227,10 +227,10 @@ class VllmEngine(Engine):
         """Examines a server that came or came back, which has none of our weights; marks it dead if it does not fit."""
         if not replica.examined:
             self.publisher.verified.discard(replica.index)
-            self._with(replica, self.fleet.examine, replica)
+            self._attempt(replica, self.fleet.examine, replica)
         return replica.examined
 
-    def _with(self, replica: Replica, action, *arguments) -> None:
+    def _attempt(self, replica: Replica, action, *arguments) -> None:
         """Calls action(*arguments); marks the server dead if it fails."""
         try:
             action(*arguments)
@@ -241,7 +241,7 @@ class VllmEngine(Engine):
     def _join(self, replica: Replica) -> None:
         """Examines a server that came or came back, and gives it the current weights."""
         if self._fits(replica):
-            self._with(replica, self._send_weights, [replica])
+            self._attempt(replica, self._send_weights, [replica])
             if replica.state == "ready":
                 log.info("vLLM server %s joined at version %d", replica.url, self._version)
 
