@@ -8,6 +8,7 @@ Legend: B rows, L tokens per row, N chunks per row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 CONTINUES, ZERO, PROMPT, GIVEN = range(4)  # the state that a chunk, or a token, begins with: that before it, or another
 SAVES = 4          # in a chunk's word, beside its start: the state behind it is its prompt's
 LONG = 1024        # rows from here on have long chunks
-STRETCH = 16       # chunks between which the backward pass finds a state
+STRETCH = 16       # chunks between which the backward pass finds a state, at most
 WINDOW = 64        # the same on GPUs
 # Implementation -> how often compilers hold a stretch's fp32 numbers at once, forward and backward (TPUs: on chip).
 HELD = {"xla": (2.5, 5.0), "gpu": (0.55, 1.5), "tpu": (0.0, 0.0)}
@@ -35,6 +36,24 @@ def tokens_per_room(length: int) -> int:
 def room(length: int) -> int:
     """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments."""
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
+
+
+def stretch(length: int, key: int, value: int) -> int:
+    """Returns the chunks between which the backward pass of `xla` finds a state: STRETCH in rows of long chunks.
+
+    In shorter rows the power of two for which the states that are kept and the chunks that are computed again at once
+    take the fewest bytes; where heads are small it is small, and chunks that no token fills are skipped sooner.
+    key, value: sizes of a head."""
+    if length >= LONG:
+        return STRETCH
+    kept = 8 * key * value  # bytes of a pair of states
+    again = HELD["xla"][1] * _numbers(tokens_per_chunk(length), key, value) * 4
+    return min(STRETCH, 2 ** max(round(math.log2(room(length) * kept / again) / 2), 0))
+
+
+def _numbers(size: int, key: int, value: int) -> int:
+    """Of a chunk of `size` tokens that are computed at once, for a value head."""
+    return (4 * size + 3 * key + 2 * value) * size
 
 
 def flops(heads: int, key: int, value: int, size: int = 64, delta: bool = True) -> int:
@@ -62,15 +81,16 @@ def workspace(implementation: str, rule: Rule, length: int, width: int, backward
     """Returns the bytes that a recurrence holds for one row of `length` tokens beside inputs and output: the operands
     by chunk, what a stretch computes, and for the backward pass the gradients of both and the pairs of states between
     stretches. Within a fifth of what compilers take (tests/planning/test_plan.py). width: bytes of a value."""
-    size, stretch = tokens_per_chunk(length), WINDOW if implementation == "gpu" else STRETCH
-    stretches = -(-room(length) // stretch)
+    size = tokens_per_chunk(length)
+    chunks = {"gpu": WINDOW, "tpu": STRETCH}.get(implementation) or stretch(length, rule.key, rule.value)
+    stretches = -(-room(length) // chunks)
     of_keys = 4 if rule.delta and implementation != "gpu" else width  # queries and keys of unit length are fp32
     token = 2 * rule.keys * rule.key * of_keys + 2 * rule.values * rule.value * width  # with the outputs
     token += 4 * rule.values * (4 if implementation == "tpu" else 2)
-    each = rule.values * (4 * size + 3 * rule.key + 2 * rule.value)
-    computed = HELD.get(implementation, HELD["xla"])[backward] * each * stretch * size * 4
+    each = rule.values * _numbers(size, rule.key, rule.value)
+    computed = HELD.get(implementation, HELD["xla"])[backward] * each * chunks * 4
     pairs = 8 * rule.values * rule.key * rule.value * (stretches + 2 if backward else 1)
-    return (1 + backward) * token * stretches * stretch * size + computed + pairs
+    return (1 + backward) * token * stretches * chunks * size + computed + pairs
 
 
 class Chunks(NamedTuple):

@@ -9,8 +9,8 @@ Within a chunk with state S before it, G the cumulative sum of g and rows i, j o
 
 Without the delta U = beta v: nothing is solved (Mamba-2, arXiv 2405.21060, section 6).
 
-The backward pass runs STRETCH chunks forward again from the state before them, so nothing but the inputs and one pair
-of states per stretch is kept. Sums over the completions of a prompt run in the order of the row.
+The backward pass runs a stretch of chunks (chunks.stretch) forward again from the state before it, so nothing but the
+inputs and one pair of states per stretch is kept. Sums over the completions of a prompt run in the order of the row.
 
 Legend: N chunks of a stretch, B rows, C tokens per chunk, h key heads, r value heads of each, K key size, V value size.
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.kernels.recurrence.chunks import GIVEN, PROMPT, STRETCH, ZERO, Chunks, back, gather, into
+from jaxrl.kernels.recurrence.chunks import GIVEN, PROMPT, ZERO, Chunks, back, gather, into, stretch
 
 EXACT = jax.lax.Precision.HIGHEST
 BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
@@ -32,16 +32,61 @@ BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
     """Computes api.recurrence in XLA, chunk by chunk; same arguments and results."""
     given = by_group(k, v, state)
-    stretches, used = in_stretches(STRETCH, q, k, v, g, beta, chunks)
-
-    def stretch(carry, this):
-        own, used = this
-        blank = jnp.zeros(own[0][2].shape, v.dtype)
-        return jax.lax.cond(used, _STRETCHES[delta], lambda carry, given, own: (carry, blank), carry, given, own)
-
-    stretch = jax.checkpoint(stretch, prevent_cse=False)
-    (now, _), out = jax.lax.scan(stretch, (given, jnp.zeros_like(given)), (stretches, used))
+    (arrays, flags), used = in_stretches(stretch(k.shape[1], k.shape[3], v.shape[3]), q, k, v, g, beta, chunks)
+    out, now = _through(delta, given, arrays[:5], (arrays[5], flags), jnp.sum(used, dtype=jnp.int32))
     return in_rows(out, now, chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _through(delta, given, arrays, rest, used):
+    """Returns (out [stretches, N, B, C, h, r, V], the last states [B, h, r, K, V]) of the first `used` stretches; later
+    ones, which have no tokens, cost nothing and are 0. given, arrays, rest: of `by_group` and `in_stretches`."""
+    return _forward(delta, given, arrays, rest, used, keep=False)[0]
+
+
+def _forward(delta, given, arrays, rest, used, keep=True):
+    """Returns (the results of `_through`, what its backward pass needs); keep: the pair of states before each stretch."""
+
+    def one(i, carry):
+        pair, out, kept = carry
+        kept = jax.tree.map(lambda all_, x: _put(all_, x, i), kept, pair if keep else ())
+        pair, found = _STRETCHES[delta](pair, given, *_at(i, arrays, rest))
+        return pair, _put(out, found, i), kept
+
+    pair = given, jnp.zeros_like(given)
+    many = lambda x: jnp.zeros((len(arrays[0]), *x.shape), x.dtype)  # noqa: E731
+    kept = jax.tree.map(many, pair if keep else ())
+    pair, out, kept = jax.lax.fori_loop(0, used, one, (pair, jnp.zeros_like(arrays[2]), kept))
+    return (out, pair[0]), (given, arrays, rest, used, kept)
+
+
+def _backward(delta, found, cotangents):
+    given, arrays, rest, used, kept = found
+
+    def one(j, carry):
+        pair, of_given, of_arrays = carry
+        i = used - 1 - j
+        own, others = _at(i, arrays, rest)
+        _, pull = jax.vjp(lambda *x: _STRETCHES[delta](*x, others), _at(i, kept), given, own)
+        pair, more, of_own = pull((pair, _at(i, cotangents[0])))
+        return pair, of_given + more, jax.tree.map(lambda all_, x: _put(all_, x, i), of_arrays, of_own)
+
+    start = (cotangents[1], jnp.zeros_like(given)), jnp.zeros_like(given), jax.tree.map(jnp.zeros_like, arrays)
+    pair, of_given, of_arrays = jax.lax.fori_loop(0, used, one, start)
+    return of_given + pair[0], of_arrays, None, None
+
+
+_through.defvjp(_forward, _backward)
+
+
+def _at(i, *trees):
+    """Returns stretch i of each tree; of one tree by itself."""
+    found = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), trees)
+    return found if len(trees) > 1 else found[0]
+
+
+def _put(all_, one, i):
+    return jax.lax.dynamic_update_index_in_dim(all_, one, i, 0)
 
 
 def by_group(k, v, state):
@@ -117,15 +162,15 @@ def by_key(x_NxBxCxhxK):
     return jnp.moveaxis(x_NxBxCxhxK, 2, 3)[:, :, :, None]
 
 
-def _stretch(delta, carry, given, own):
+def _stretch(delta, carry, given, arrays, rest):
     """Returns (pair, out [N, B, C, h, r, V]) of a stretch.
 
     carry: the state before it and that behind the prompt, each [B, h, r, K, V] in fp32 or better; pair: those behind
-    it. given: the state before the rows. own: of `in_stretches`.
+    it. given: the state before the rows. arrays: q, k, v, g, beta of `in_stretches`; rest: (enters, its flags).
     """
-    arrays, (start, saves, _) = own
+    enters, (start, saves, _) = rest
     (q, k, v, *_), acc = arrays, carry[0].dtype
-    made = prepared(delta, arrays)
+    made = prepared(delta, [*arrays, enters])
     product = lambda a, b: jnp.matmul(a, b, precision=EXACT)  # noqa: E731
     kept, asked = (x[..., None] * by_key(y.astype(acc)) for x, y in ((made.left, k), (made.faded, q)))
 
