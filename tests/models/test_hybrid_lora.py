@@ -93,7 +93,7 @@ def test_merged_and_scanned_and_saved_whole(folder, tmp_path, name):
     np.testing.assert_allclose(cases.logits(model, unrolled), want, rtol=0, atol=2e-5)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_decoding_and_a_base_in_few_bits(folder):
     """Prefill and decode with the adapter are those of the merged model, and so is a base whose kernels, but for those that decide,
     are int8."""
@@ -115,7 +115,7 @@ def test_decoding_and_a_base_in_few_bits(folder):
     assert np.abs(cases.logits(few, params) - cases.logits(model.base, whole)).max() > 1e-3
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @first_cases(1, "init", ["pissa", "eva", "olora", "orthogonal"], full=0)
 def test_starts_of_packed_modules_are_those_of_the_whole_matrix(folder, init):
     model, base = cases.our_model(folder("qwen3_5"), cases.options(init=init, rank=4))

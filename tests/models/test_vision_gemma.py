@@ -127,7 +127,7 @@ FIELDS = [{"text": TEXT[0]}, {"vision": VISION[0]}, {"mm_tokens_per_image": 16},
           *({"vision": v} for v in VISION[1:]), {"tie_word_embeddings": True, "text": {"tie_word_embeddings": True}}]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @first_cases(2, "change", FIELDS, ids=json.dumps)
 def test_every_field_is_read(tmp_path, want, change):
     """With the field flipped our logits are transformers' again, and differ from those before."""

@@ -87,7 +87,7 @@ def test_a_reward_model_that_sees_is_trained_and_scores_a_policy(tmp_path):
     assert len(scores) == 16 and len(set(scores)) > 8 and np.isfinite(scores).all()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, nightly({"distill.loss": "forward", "distill.on_policy": 0.5,
                                                   "data.path": ("jaxrl://shapes/sft.parquet",)}),
                                      nightly({"distill.loss": "forward", "distill.top_k": 4, "distill.on_policy": 0.0,
@@ -123,7 +123,7 @@ def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
     assert fingerprint(tmp_path / "whole")["export/model.safetensors"] == fingerprint(tmp_path / "parts")["export/model.safetensors"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("shared", [False, nightly(True)])
 def test_a_critic_sees(tmp_path, shared):
     """PPO with a critic of its own trunk and tower, and with the policy's: values are trained, and differ with the picture alone."""
@@ -133,7 +133,7 @@ def test_a_critic_sees(tmp_path, shared):
     assert len(steps) == 2 and all(np.isfinite(line["value/loss"]) and line["packing/patch_fill"] > 0 for line in steps)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [nightly("dpo"), "rl", nightly("distill")])
 def test_a_frozen_tower_is_computed_once_for_each_picture(tmp_path, name, monkeypatch):
     """Whatever passes read it, over both passes over the data; the run is the one with fresh features."""

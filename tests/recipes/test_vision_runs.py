@@ -216,14 +216,14 @@ def test_the_tower_of_gemma_3_stays_or_moves(tmp_path, gemma):
     assert tower > 1e-4 < text
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_tower_learns_at_its_own_rate(tmp_path, checkpoint):
     """optimizer.groups: the first two steps of Adam are at most its rate long each."""
     tower, text, lr = moved(tmp_path, checkpoint, **{"optimizer.groups": {"vision": {"lr": 0.01}}})
     assert 0 < tower < 2.2 * 0.01 * lr and text > 0.5 * lr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("exclude", [(), nightly((".*visual.*",))])
 def test_adapters_of_a_job_with_images(tmp_path, checkpoint, exclude):
     """GRPO: sampler and trainer agree, and the merged export has a tower that moved only if it is adapted."""
@@ -314,7 +314,7 @@ def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, che
     assert abs(step["distill/divergence"]) < 1e-5 and step["advantage/abs_mean"] < 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["tiny_rl", nightly("tiny_qwen2_5_rl"), nightly("tiny_qwen2_rl")])
 def test_a_policy_learns_from_videos_and_its_export_answers_alike(tmp_path, variant):
     """Warm start and GRPO on configs/video.py: sampler and trainer agree, controls are evaluated, and the export takes videos as the job did."""

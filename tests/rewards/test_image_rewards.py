@@ -130,9 +130,8 @@ def test_functions_get_the_pictures_of_their_row():
     read = []
     source.file = lambda number: read.append(number) or b""
     c.reward.arguments = {}
-    for functions in ([widths, blind], [blind]):
-        with RewardPool(resolve(c), functions=functions) as pool:
-            pool.score(items[:3])
+    with RewardPool(resolve(c), functions=[widths, blind]) as pool:
+        pool.score(items[:3])
     assert read == []
     source.close()
 

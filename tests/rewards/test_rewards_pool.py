@@ -249,7 +249,7 @@ def test_every_end_has_its_outcome(pool):
     np.testing.assert_array_equal(again.total, [2.0, 1.0])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_what_hangs_is_late_and_nothing_else(pool):
     p = pool("odd", timeout_seconds=20.0)
     result = p.score(items("sleep", "plain", "spin", "bool"))

@@ -150,7 +150,7 @@ def test_a_server_that_was_not_started_for_adapters_is_refused():
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("placement", ["auto", pytest.param("colocated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placement", [pytest.param("auto", marks=pytest.mark.slow), pytest.param("colocated", marks=pytest.mark.slow)])
 def test_a_run_samples_from_the_adapters_that_it_trains(tmp_path, placement):
     """Whole runs: at every step the server's log-probs are the trainer's, which have moved; the base goes once, and again to a server that
     slept; no adapter of the run is left on the disk."""

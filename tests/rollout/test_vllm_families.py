@@ -121,7 +121,7 @@ def exchanged(fault, entries):
     return spoil
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_next")])
 def test_exchanged_slices_of_merged_projections_are_noticed(name):
     """b and a, or z by a head, in the place of each other: the checksums name the tensor, and without them the probe sees it."""
     hf_config, model, (first, second) = made(name)

@@ -121,7 +121,7 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seconds", [-1.0, 1e9], ids=["a snapshot behind every task", "none"])
+@pytest.mark.parametrize("seconds", [-1.0, nightly(1e9)], ids=["a snapshot behind every task", "none"])
 def test_killed_at_any_point_a_run_is_the_run_without(server, tmp_path, monkeypatch, seconds):
     """A copy of the folder before and after every write is what a kill there leaves. From each the client goes on with the
     results that it had: the same answers, to the last bit."""

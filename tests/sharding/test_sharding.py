@@ -166,7 +166,8 @@ def test_recurrent_layers_on_meshes(tmp_path, case, arrays):
         assert sum("recurrent" in name for name in whole) == arrays
         for name in whole.keys() - {"layer_1/mlp/router/correction"}:  # which is fixed
             far = {mesh: relative(other[name], whole[name]) for mesh, other in zip(meshes[1:], others, strict=True)}
-            assert np.linalg.norm(whole[name]) and max(far.values()) < bound, (name, far)
+            cancels = 10 if name.endswith(("recurrent/rate", "recurrent/shift")) and not kind else 1  # sums of terms 100 times as large
+            assert np.linalg.norm(whole[name]) and max(far.values()) < bound * cancels, (name, far)
 
 
 @first_cases(1, "case, meshes", [

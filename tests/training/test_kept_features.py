@@ -38,7 +38,7 @@ def windowed():
 
 
 @pytest.mark.full
-@first_cases(1, "kind", ["quick", "windows", "taps"], full=1)  # taps in a run: recipes/test_vision_jobs.py
+@first_cases(1, "kind", ["quick", "windows", "taps"], full=0)  # taps in a run: recipes/test_vision_jobs.py
 def test_kept_features_score_and_train_as_fresh_ones(kind):
     """Log-probs and the gradient of what trains agree in every layout; each picture goes through the tower once, whatever reads it."""
     model = windowed() if kind == "windows" else model_of()
