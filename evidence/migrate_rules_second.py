@@ -5,9 +5,10 @@ migrate_corpus.py.
 The configs were drawn (random.Random(28)) in five strata of 3, 4, 5, 5 and 7. A name with #n is the n-th command that a script's docstring
 prints; one of trl/scripts/NAME.py is run as -m trl.scripts.NAME. Scripts of TRL are of eight processes, a batch of eight is DataParallel's there.
 
-A row is an option of the config that is written, its value and the place in the source that says so, from the source's root. A set holds values
-that mean the same; `len`, `end` and `shares` before a name take the length, the last part of a path and the shares of data.sources' weights;
-`outcome` is the report's. An option that the source decides outside of the file (a default) stands with the default's place.
+A row is an option of the config that is written, its value and the place in the source that says so, from the package's root. A set holds values
+that mean the same; `len` before an option takes its length, `given` whether it is set, `shares` is the shares of data.sources' weights; `outcome` is
+the report's, `says` and `asks` before a text are whether the report and its "Needs you" have it. Settings behind a name are given to the
+command, as the report asks. An option that the source decides outside of the file (a default) stands with the default's place.
 """
 
 TRL, ROLL, RLINF, TUNIX = "huggingface/trl", "alibaba/ROLL", "RLinf/RLinf", "google/tunix"
@@ -49,7 +50,7 @@ _RLOO = (
     ("lora.rank", 8, "peft LoraConfig: r"),
     ("lora.alpha", 8, "peft LoraConfig: lora_alpha"),
     ("lora.targets", ("q_proj", "v_proj"), "peft constants.py: qwen3"),
-    ("lora.base_dtype", "bf16", "examples/scripts/rloo.py:69"),
+    ("lora.base_dtype", {"auto", "bf16"}, "examples/scripts/rloo.py:69: that of the computation, which is bf16"),
     ("train.compute_dtype", "bf16", "trainer/base_config.py:105"),
     ("len reward.functions", 2, "examples/scripts/rloo.py:85"),
     ("eval.every_steps", 0, _HF + ": eval_strategy is no"),
@@ -159,8 +160,8 @@ _NEMOTRON = (
     ("lora.alpha", 16, "examples/scripts/sft_nemotron_3.py:54"),
     ("lora.dropout", 0.05, "trainer/model_config.py:116"),
     ("lora.targets", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), "examples/scripts/sft_nemotron_3.py:55"),
-    ("lora.base_dtype", "bf16", "examples/scripts/sft_nemotron_3.py:39"),
-    ("train.router_balance", 0.001, "trainer/sft_config.py:157, sft_trainer.py:335-360: of models with experts"),
+    ("lora.base_dtype", {"auto", "bf16"}, "examples/scripts/sft_nemotron_3.py:39: that of the computation, which is bf16"),
+    ("says router_aux_loss_coef", True, "0.001: trainer/sft_config.py:157, sft_trainer.py:335-360: of models with experts"),
     ("eval.every_steps", 0, _HF + ": eval_strategy is no"),
 ) + _HF_ADAM
 
@@ -196,6 +197,8 @@ _ROBO = (
     ("lora.rank", 0, "the file: model.is_lora"),
     ("model.frozen", (), "hybrid_engines/fsdp/fsdp_model_manager.py:193: the whole model trains"),
 )
+_NO_VIDEO = ("outcome", "refused", "data/datasets/vlm/vlm_trend_reward.py: rows are videos, which are not written")
+_NO_TOWER = ("outcome", "refused", "a family with a tower that is not trained here")
 _TREND = (
     ("run.recipe", "sft", "workers/sft/fsdp_vlm_sft_worker.py"),
     ("data.prompts_per_step", 8, "workers/sft/fsdp_sft_worker.py:47"),
@@ -263,10 +266,7 @@ _LAKE_NEW = _LAKE + (
     ("train.param_dtype", "fp32", "examples/frozenlake: the actor's dtype"),
     ("env.max_turns", 8, "examples/frozenlake: env_kwargs"),
     ("data.chat_template_kwargs.enable_thinking", False, "examples/frozenlake: the chat parser"),
-    ("eval.every_steps", 10, "agentic_rl_learner.py:964: updates, one of a step"),
-    ("eval.before", True, "agentic_rl_learner.py:960-965: at update 0, too"),
-    ("eval.samples", 8, "agentic_rl_learner.py:976"),
-    ("eval.temperature", 0.7, "agentic_rl_learner.py:458: the rollout of training"),
+    ("asks eval.every_steps=10:", True, "agentic_rl_learner.py:964: updates, one of a step"),
     ("checkpoint.every_steps", 0, "examples/frozenlake: CKPT_DIR is not set"),
 )
 _LAKE_OLD = _LAKE + (
@@ -320,10 +320,7 @@ _VTC = (
     ("rollout.max_new_tokens", 1024, "examples/math_gsm8k/qwen3_grpo_demo.py:147"),
     ("data.max_prompt_tokens", 1024, "examples/math_gsm8k/qwen3_grpo_demo.py:193"),
     ("data.chat", "false", "examples/math_gsm8k/qwen3_grpo_demo.py:461-481: the prompt's text alone"),
-    ("eval.every_steps", 25, "agentic_rl_learner.py:961-964, peft_trainer.py:405: 50 updates, two of a step"),
-    ("eval.before", True, "agentic_rl_learner.py:960-965: at update 0, too"),
-    ("eval.samples", 8, "agentic_rl_learner.py:976"),
-    ("eval.temperature", 1.0, "agentic_rl_learner.py:458: the rollout of training, whatever Mode.EVAL's config says"),
+    ("asks eval.every_steps=25:", True, "agentic_rl_learner.py:961-964, peft_trainer.py:405: 50 updates, two of a step"),
     ("train.compute_dtype", "bf16", "examples/math_gsm8k/qwen3_grpo_demo.py:536"),
     ("train.param_dtype", "fp32", "examples/math_gsm8k/qwen3_grpo_demo.py:543"),
     ("lora.rank", 0, "examples/math_gsm8k/qwen3_grpo_demo.py:209"),
@@ -357,11 +354,9 @@ _GEMMA = (
     ("data.max_prompt_tokens", 256, "examples/grpo_gemma.ipynb, cell 9"),
     ("lora.rank", 64, "examples/grpo_gemma.ipynb, cell 9"),
     ("lora.alpha", 64, "examples/grpo_gemma.ipynb, cell 9"),
-    ("len reward.functions", 4, "examples/grpo_gemma.ipynb, cell 53"),
-    ("eval.every_steps", 64, "rl/rl_learner.py:793-798"),
-    ("eval.before", True, "rl/rl_learner.py:796: at update 0, too"),
-    ("eval.samples", 2, "rl/rl_learner.py:804"),
-    ("eval.temperature", 0.9, "examples/grpo_gemma.ipynb, cell 51: one rollout config for both modes"),
+    ("asks match_format_exactly, match_format_approximately, check_answer, check_numbers", True, "examples/grpo_gemma.ipynb, cell 53"),
+    ("data.chat", "false", "rl/grpo/grpo_learner.py:254, rl/rl_cluster.py:796: prompts are texts as they are"),
+    ("asks eval.every_steps=64:", True, "rl/rl_learner.py:793-798"),
     ("checkpoint.every_steps", 500, "examples/grpo_gemma.ipynb, cell 9"),
     ("model.path", "google/gemma-3-1b-it", "examples/grpo_gemma.ipynb, cell 9"),
 )
@@ -404,7 +399,7 @@ _RLVR_FIVE = _RLVR + (
     ("optimizer.warmup_steps", 20, "configs/training_args.py:105"),
     ("optimizer.decay_steps", {0, 480}, "configs/base_config.py:759-765: 500 updates with the warm-up"),
     ("rollout.max_staleness", 0, "configs/base_config.py:70"),
-    ("shares", (25 / 64, 19 / 64, 6 / 64, 6 / 64, 8 / 64), "pipeline/rlvr/rlvr_pipeline.py:285-289: rounded down, the last domain has the rest"),
+    ("shares", (19 / 64, 6 / 64, 8 / 64, 6 / 64, 25 / 64), "by name: pipeline/rlvr/rlvr_pipeline.py:285-289: rounded down, the last domain has the rest"),
     ("eval.every_steps", 10, "the file: eval_steps"),
     ("eval.before", True, "pipeline/rlvr/rlvr_pipeline.py:528: at step 0, before it"),
     ("eval.after", False, "pipeline/rlvr/rlvr_pipeline.py:528"),
@@ -427,7 +422,7 @@ _GROUP = (
 _MASKS = (
     ("algorithm.mask_truncated", True, "utils/functionals.py:695-697"),
     ("algorithm.dynamic_sampling", "mask", "utils/functionals.py:703-712: groups are left out, none are drawn instead"),
-    ("algorithm.keep_group", {"./keep_group.py:keep_group"}, "utils/functionals.py:608: above 0.1 and below 0.95"),
+    ("given algorithm.keep_group", True, "utils/functionals.py:608: above 0.1 and below 0.95"),
 )
 _UNNORMED = (
     ("algorithm.advantage_mean", "none", "utils/functionals.py:580: norm_mean_type is null"),
@@ -527,17 +522,17 @@ SECOND = {  # (system, repository, commit or tag, --from-version, file): its row
     ("trl", TRL, "v0.22.0", "0.22", "trl/scripts/dpo.py#0"): _DPO,
     ("trl", TRL, "f2cd577", "1.9", "examples/scripts/gkd.py#1"): _GKD,
     ("trl", TRL, "f2cd577", "1.9", "examples/scripts/sft_nemotron_3.py#0"): _NEMOTRON,
-    ("trl", TRL, "f2cd577", "1.9", "examples/scripts/sft_vlm.py#0"): (("outcome", "refused", "LLaVA has a tower that is not trained here"),),
+    ("trl", TRL, "f2cd577", "1.9", "examples/scripts/sft_vlm.py#0"): (_NO_TOWER,),
     ("rlinf", RLINF, "a3816b5", "0.3", "examples/sft/config/qwen2_5_vl_sft_vlm.yaml"): _ROBO,
     ("rlinf", RLINF, "v0.2", "0.2", "examples/sft/config/qwen2_5_sft_vlm.yaml"): _ROBO,
     ("rlinf", RLINF, "v0.2", "0.2", "examples/sft/config/qwen3_sft_vlm.yaml"): _ROBO,
-    ("rlinf", RLINF, "a3816b5", "0.3", "examples/sft/config/qwen3vl_sft_vlm_trend_reward.yaml"): _TREND,
+    ("rlinf", RLINF, "a3816b5", "0.3", "examples/sft/config/qwen3vl_sft_vlm_trend_reward.yaml"): (_NO_VIDEO, *_TREND),
     ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/frozenlake/train_frozenlake.py"): _LAKE_NEW + (
-        ("model.path", "google/gemma-4-E2B-it", "examples/frozenlake/train_frozenlake.py:260"),),
+        _NO_TOWER, ("model.path", "google/gemma-4-E2B-it", "examples/frozenlake/train_frozenlake.py:260"),),
     ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/frozenlake/train_frozenlake_qwen3.py"): _LAKE_NEW + (
         ("model.path", "Qwen/Qwen3-8B", "examples/frozenlake/train_frozenlake_qwen3.py:229"),),
-    ("tunix", TUNIX, "v0.1.7", "0.1.7", "examples/frozenlake/train_frozenlake.py"): _LAKE_OLD,
-    ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/math_gsm8k/qwen3_grpo_demo.py"): _VTC,
+    ("tunix", TUNIX, "v0.1.7", "0.1.7", "examples/frozenlake/train_frozenlake.py"): (_NO_TOWER, *_LAKE_OLD),
+    ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/math_gsm8k/qwen3_grpo_demo.py batch_size=4 rollout_config.temperature=1.0 rollout_config.top_k=null"): _VTC,
     ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/grpo_gemma.ipynb"): _GEMMA,
     ("roll", ROLL, "8eb27cc", "0.3.0", "examples/docs_examples/example_grpo.yaml"): _RLVR_FIVE + _GROUP + (
         _TOKEN, _MEAN, ("algorithm.whiten", True, "utils/functionals.py:1183")),

@@ -277,6 +277,19 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     assert load_config("job.py").train.steps == 20  # where max_steps counts optimizer steps, two a step
 
 
+def test_prompts_of_a_program_of_tunix_are_rendered_as_its_learner_gets_them(tmp_path):
+    """Texts as they are but for agents, which have a parser of messages; evaluation counts updates, two of a step."""
+    parser = TUNIX.replace("algo_config=GRPOConfig(", "chat_parser=reader, algo_config=GRPOConfig(")
+    own = parser.replace("class Mine(", "class Raw:\n    pass\n\nreader = Raw()\n\nclass Mine(")
+    qwen = parser.replace("class Mine(", "reader = chat.QwenChatTemplateParser(tokenizer)\n\nclass Mine(")
+    texts = TUNIX.replace("agentic.agentic_grpo_learner", "grpo.grpo_learner").replace(", max_response_length=256", "")
+    for text, rendered, asked in ((TUNIX, "auto", False), (qwen, "auto", False), (own, "false", True), (texts, "false", False)):
+        _, report, out = tunix(tmp_path, text)
+        assert load_config(str(out / "job.py")).data.chat == rendered
+        assert any("Raw, a class of the program's own" in text for text in report["needs_you"]) == asked
+        assert any("eval.every_steps=5:" in text for text in report["needs_you"])
+
+
 @pytest.mark.parametrize(("change", "asked"), [
     (("temperature=0.1)", "temperature=0.1)\nother = base_rollout.RolloutConfig(temperature=0.2)"),
      "rollout_config.temperature=... has several values"),

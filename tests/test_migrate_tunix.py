@@ -83,6 +83,13 @@ def test_a_role_takes_from_the_model_what_it_does_not_change():
     assert values(migrated("tunix", {**base, "actor_model_config.model_id": "c/d"}))["model.path"] == "c/d"
 
 
+def test_rows_that_no_template_renders_are_taken_as_they_are():
+    rendered = "apply_chat_template_to_dataset"
+    assert "data.chat" not in values(migrated("tunix", {"batch_size": 8})) and "data.chat" not in values(
+        migrated("tunix", {"training_mode": "agentic_grpo", rendered: False}))
+    assert values(migrated("tunix", {rendered: False}))["data.chat"] == "false"
+
+
 def test_a_kl_without_gradient_is_named_and_ppo_has_its_own():
     m = migrated("tunix", {"model_config.model_id": "a/b"})
     assert values(m)["algorithm.kl.coef"] == 0.0 and [key for key, *_ in m.lacking] == ["grpo_config.beta"] and m.outcome(False) == "partial"
