@@ -381,7 +381,7 @@ def taken(git: Path, commit: str, name: str, root: Path) -> Path:
         (root / path).write_text(show(path))
     if not number:
         return root / path
-    printed = re.findall(r"(?m)^(?:python|accelerate launch) (?:.*\\\n)*.*", ast.get_docstring(ast.parse(show(path))))[int(number)]
+    printed = re.findall(r"(?m)^(?:python|accelerate launch) (?:.*\\\n)*.*", ast.get_docstring(ast.parse(show(path))) or "")[int(number)]
     file = root / f"{Path(path).stem}_{number}.sh"
     file.write_text(re.sub(r"\btrl/scripts/(\w+)\.py", r"-m trl.scripts.\1", printed) + "\n")
     return file

@@ -133,6 +133,15 @@ def test_adapters_of_a_program_have_the_defaults_of_peft_and_not_those_of_flags(
     assert load_config(report["config"]).lora.alpha == 32
 
 
+def test_rows_that_a_commands_program_changes_are_asked_for(tmp_path):
+    text = "python train.py --model_name_or_path a/b --dataset_name a/rows --learning_rate 1e-4 --num_processes 2\n"
+    for program, changed in {"rows = 1 +": False, "print(dataset)\n": False, "\ndataset = dataset.map(merge)\n": True}.items():
+        (tmp_path / "train.py").write_text(program)
+        _, report, _ = run(tmp_path, text, name="job.sh", system="trl")
+        asked = [need for need in report["needs_you"] if need.startswith("train.py:2: rows are changed in Python, ")]
+        assert len(asked) == changed, report["needs_you"]
+
+
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])
 def test_what_is_no_program_is_one_line(tmp_path, capsys, text):
     status, *_ = run(tmp_path, text, "--gpus=2", name="job.py", system="trl")

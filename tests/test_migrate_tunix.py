@@ -101,7 +101,7 @@ def test_a_kl_without_gradient_is_named_and_ppo_has_its_own():
 
 def test_agents_are_episodes_and_a_mesh_of_the_rollouts_own_a_role():
     m = migrated("tunix", {
-        "model_config.model_id": "a/b", "training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "env_kwargs.max_steps": 8,
+        "model_config.model_id": "a/b", "training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "env_kwargs.max_steps": "8",
         "actor_model_config.mesh.shape": "(2,2)", "rollout_model_config.mesh.shape": "(2,1)", "rollout_config.return_logprobs": True})
     v = values(m)
     assert v["env.max_turns"] == 8 and "WRITE HERE" in m.files["job_env.py"] and v["algorithm.old_logprobs"] == "rollout"

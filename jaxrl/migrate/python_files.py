@@ -133,6 +133,15 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
     return _by_cells(path, Program(command, settings, computed, texts))
 
 
+def rows_changed_by(path: Path) -> list[str]:
+    """Returns what is asked of rows that a program changes which a script starts: nothing of one that is not read."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+        return _changed_rows(list(ast.walk(ast.parse(text))) if len(text) <= MOST else [], path.name)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
 def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
     """Returns what is asked of rows that a program changes."""
     return [

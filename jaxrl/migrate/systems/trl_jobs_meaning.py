@@ -164,7 +164,8 @@ def evaluation(m: Migration):
     else:
         m.set("eval.every_epochs", 1.0, "eval_strategy")
     m.set("eval.before", m.flag("eval_on_start"), "eval_on_start")
-    scripts = r"\breward_modeling\.py" + r"|\bdpo\.py|trl\.scripts\.dpo\b" * trl.before(m, "1.6")  # evaluate at the end, too
+    # scripts that evaluate at the end, too
+    scripts = r"\breward_modeling\.py" + r"|\bdpo\.py|trl\.scripts\.dpo\b" * trl.before(m, "1.6")
     m.set("eval.after", kind == "epoch" or bool(re.search(scripts, m.command)), "eval_strategy")
     m.facts["evaluation"] = said
     if m.text("dataset_name"):

@@ -67,7 +67,8 @@ def data(m: Migration):
         m.set("data.path", (repo,), "dataset_name")
         if subset:
             m.set("data.subset", subset, "dataset_name")
-    m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file")
+    m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file; "
+            "where it does not shuffle them, data.shuffle=False")
     if m.text(AGENTIC + "system_prompt"):
         m.set("data.system_prompt", m.text(AGENTIC + "system_prompt"), AGENTIC + "system_prompt")
     if m.text("train_split") not in ("", "train"):
