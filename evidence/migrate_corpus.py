@@ -13,6 +13,8 @@ never committed here (licences, size). For every config:
                    evaluation of the config that was written are what migrate_rules.py says, which was written down from the
                    sources' code and reads the independent reader's keys, not the tables; of Tunix and ROLL's agentic pipeline what
                    migrate_rules_agentic.py says, with the files below which a job's keys lie
+    by rows        of 24 configs of the newest kinds what migrate_rules_second.py says; commands that a script's docstring prints and programs
+                   are among them, whose keys no independent reader knows
     checks         the config passes jaxrl's own checks, for run.mode=plan where plans count what it has
     seconds        of the command alone, in a process of its own, for the first config of a system
 
@@ -46,10 +48,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, os.path.dirname(__file__))
 
 from common import record, table  # noqa: E402
-from migrate_rules import RULES, Keys, images  # noqa: E402
+from migrate_rules import RULES, Keys, _settled, images  # noqa: E402
 from migrate_rules_agentic import AGENTIC, agentic_keys, tunix, tunix_keys  # noqa: E402
 from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
+from migrate_rules_second import SECOND  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
 from jaxrl.errors import ConfigError  # noqa: E402
@@ -319,9 +322,9 @@ def differ(rules: dict) -> list[str]:
 # -- one config --------------------------------------------------------------------------------------------------------
 
 
-def migrate(system: str, file: Path, version: str, out: Path) -> tuple[int, str, dict]:
+def migrate(system: str, file: Path, version: str, out: Path, *given: str) -> tuple[int, str, dict]:
     """(exit status, what was printed, the report)."""
-    argv = [system, str(file), f"--from-version={version}", f"--out={out}", *([f"--gpus={GPUS[system]}"] if system in GPUS else [])]
+    argv = [system, str(file), *given, f"--from-version={version}", f"--out={out}", *([f"--gpus={GPUS[system]}"] if system in GPUS else [])]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = command.main(argv)
@@ -360,6 +363,74 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
         finally:
             os.chdir(here)
     return report["outcome"], wrong, report
+
+
+# -- configs of migrate_rules_second.py -------------------------------------------------------------------------------
+
+
+def taken(git: Path, commit: str, name: str, root: Path) -> Path:
+    """The file of a name at a commit; of path#n a script with the n-th command of the docstring of path."""
+    path, _, number = name.partition("#")
+    show = lambda at: subprocess.run(["git", "-C", str(git), "show", f"{commit}:{at}"], capture_output=True, text=True, check=True).stdout  # noqa: E731
+    if path.startswith("examples/"):
+        folder = path.rpartition("/")[0]
+        beside = subprocess.run(["git", "-C", str(git), "ls-tree", "--name-only", commit, folder + "/"], capture_output=True, text=True, check=True)
+        take(git, commit, [path, *(n for n in beside.stdout.split("\n") if n.endswith(".py"))], root)
+    else:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(show(path))
+    if not number:
+        return root / path
+    printed = re.findall(r"(?m)^(?:python|accelerate launch) (?:.*\\\n)*.*", ast.get_docstring(ast.parse(show(path))) or "")[int(number)]
+    file = root / f"{Path(path).stem}_{number}.sh"
+    file.write_text(re.sub(r"\btrl/scripts/(\w+)\.py", r"-m trl.scripts.\1", printed) + "\n")
+    return file
+
+
+def written(config, report: dict, name: str):
+    """What stands for a row of SECOND (see there)."""
+    what, _, option = name.rpartition(" ") if not name.startswith(("says ", "asks ")) else name.partition(" ")
+    if what in ("says", "asks"):
+        return any(option in text for text in report["needs_you"]) if what == "asks" else option in json.dumps(report)
+    if name == "shares":
+        weights = {domain: source["weight"] for domain, source in config.data.sources.items()}
+        return tuple(w / sum(weights.values()) for _, w in sorted(weights.items()))
+    node = config
+    for part in option.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    node = tuple(node) if isinstance(node, list) else node
+    return len(node) if what == "len" else bool(node) if what == "given" else node
+
+
+def same(ours, theirs) -> bool:
+    if isinstance(theirs, set):
+        return any(same(ours, one) for one in theirs)
+    if isinstance(theirs, tuple):
+        return isinstance(ours, tuple) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    number = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (ours, theirs))
+    return abs(ours - theirs) <= 1e-6 * abs(theirs) if number else ours == theirs
+
+
+def by_rows(clones: Path, systems: list[str]) -> dict:
+    """label -> (outcome, rows, those that do not hold) of SECOND's configs."""
+    results = {}
+    for (system, repository, commit_, version, name), rows in SECOND.items():
+        if system not in systems:
+            continue
+        outcomes = [value for option, value, _ in rows if option == "outcome"] or ["full", "partial"]
+        with tempfile.TemporaryDirectory() as tmp:
+            root, out = Path(tmp) / "tree", Path(tmp) / "out"
+            root.mkdir()
+            file, *given = name.split()
+            status, said, report = migrate(system, taken(clone(clones, repository), commit_, file, root), version, out, *given)
+            wrong = [] if report.get("outcome") in outcomes else [said.strip()]
+            if not wrong and status == 0:
+                with contextlib.chdir(out):
+                    config = _settled(load_config(report["config"]))
+                    ours = {option: written(config, report, option) for option, _, _ in rows}
+                wrong = [f"{option}: {ours[option]} and not {value} ({place})" for option, value, place in rows if not same(ours[option], value)]
+        results[f"{repository}@{commit_}:{name}"] = (report.get("outcome", "unreadable"), len(rows), wrong)
+    return results
 
 
 DOCUMENTS = {"skyrl": ("skyrl.rst", "docs"), "areal": ("areal.md", "0.3"), "rlinf": ("rlinf.rst", "docs"), "roll": ("roll.md", "0.1.0")}
@@ -447,6 +518,13 @@ def main() -> int:
     table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds"],
           [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"]]
            for s, r in results.items()])
+    rows = by_rows(args.clones, args.systems.split(","))
+    for name, (_, _, found) in rows.items():
+        if found:
+            print(name, *found, sep="\n    ")
+    table(["by rows", "outcome", "rows", "wrong"], [[name, outcome, n, len(found)] for name, (outcome, n, found) in rows.items()])
+    results["by rows"] = {name: {"outcome": outcome, "rows": n, "wrong": found} for name, (outcome, n, found) in rows.items()}
+    bad += sum(bool(found) for _, _, found in rows.values())
     if args.seeds:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")

@@ -40,8 +40,8 @@ use_peft: true
                    {"reward_model.center": 0.01, "optimizer.lr": 1e-4, "data.prompts_per_step": 64}),
     "trl_gkd": ("trl", "j.sh", "python gkd.py --dataset_name a/rows --model_name_or_path a/b --teacher_model_name_or_path a/t --num_processes 8"
                 " --lmbda 0.25 --beta 1.0\n", "distill",
-                {"distill.on_policy": 0.25, "distill.loss": "reverse", "teacher.path": "a/t", "distill.temperature": 0.9,
-                 "distill.teacher_temperature": 0.9, "rollout.temperature": 0.9, "rollout.group_size": 1}),
+                {"distill.on_policy": 0.25, "distill.loss": "reverse", "teacher.path": "a/t", "distill.temperature": 1.0,
+                 "distill.teacher_temperature": 1.0, "rollout.temperature": 0.9, "rollout.group_size": 1}),
     "skyrl": ("skyrl", "j.sh", "python -m skyrl.train.main_sft strategy=megatron model.path=a/b train_datasets=\"['a/x','a/y']\""
               " train_dataset_splits=\"['train','train[:10]']\" train_dataset_weights='[0.8,0.2]' batch_size=24 max_length=4096 num_steps=9"
               " use_sequence_packing=true train_on_what=all_assistant_messages\n", "sft",
@@ -188,6 +188,8 @@ def test_a_group_of_configs_stands_beside_its_options(tmp_path):
 
 
 ROWS = {"dataset_name": "a/b", "model_name_or_path": "a/c", "num_processes": 8}
+HELD = {"eval_strategy": "steps", "eval_steps": 50}
+TAUGHT = ROWS | {"teacher_model_name_or_path": "a/t", "temperature": 0.7}
 STUDENT = {"student.device_mapping": "[0]", "student_pretrain": "a/b", "teacher_pretrain": "a/t", "sequence_length": 64}
 PAIRS = {"chosen_key": "c", "pretrain": "a/b", "actor_train.device_mapping": "list(range(0,8))", "sequence_length": 64}
 OWN = {"actor_train.model_args.model_name_or_path": "a/mine"}
@@ -206,6 +208,16 @@ SMALL = {"train_dataset.type": "sft", "train_dataset.path": "openai/gsm8k", "tra
     ("trl", ROWS | {"dataloader_drop_last": True}, "1.9", "sft.py", {"data.drop_last": True}),
     ("trl", ROWS | {"mixed_precision": "'fp16'"}, "0.17", "sft.py", {"train.compute_dtype": "fp16"}),
     ("trl", ROWS | {"mixed_precision": "fp16"}, "1.9", "sft.py", {"train.compute_dtype": "bf16"}),
+    ("trl", ROWS, "0.22", "kto.py", {"data.shuffle": False}),
+    ("trl", ROWS, "1.9", "kto.py", {"data.shuffle": False}),
+    ("trl", ROWS, "1.9", "dpo.py", {"data.shuffle": True}),
+    ("trl", ROWS | {"train_sampling_strategy": "sequential"}, "1.9", "sft.py", {"data.shuffle": False}),
+    ("trl", ROWS | HELD, "1.0", "trl.scripts.dpo", {"eval.after": True}),
+    ("trl", ROWS | HELD, "1.9", "trl.scripts.dpo", {"eval.after": False}),
+    ("trl", ROWS | HELD, "1.9", "reward_modeling.py", {"eval.after": True}),
+    ("trl", TAUGHT, "1.9", "gkd.py", {"distill.temperature": 1.0, "distill.teacher_temperature": 1.0, "rollout.temperature": 0.7}),
+    ("trl", TAUGHT | {"use_liger_kernel": True}, "0.22", "gkd.py", {"distill.temperature": 0.7, "distill.teacher_temperature": 0.7}),
+    ("trl", TAUGHT | {"use_liger_kernel": True}, "1.9", "gkd.py", {"distill.temperature": 1.0, "distill.teacher_temperature": 1.0}),
     ("verl", {"data.train_files": "a", "engine": "fsdp"}, "0.6", "sft_trainer", {"data.overlong_completion": "truncate"}),
     ("verl", {"data.train_files": "a", "engine": "fsdp"}, "0.7", "sft_trainer", {"data.overlong_completion": "filter"}),
     ("areal", SMALL | {"model.backend": "megatron", "allocation_mode": "d2p2t2", "model.path": "a/b"}, "0.3", "", {"mesh.tp": 2}),
@@ -237,6 +249,9 @@ def test_what_a_source_does_other_than_its_keys_say_is_said():
     assert not any("tells its schedule" in text for text in migrated("skyrl", epochs | {"max_training_steps": 9}, command="main_sft").different)
     with pytest.raises(Unreadable, match="label_smoothing"):
         migrated("trl", ROWS | {"loss_type": "exo_pair"}, "1.9", "dpo.py")
+    for name, version, said in (("a/b-30B-A3B", "1.9", True), ("a/b-8B", "1.9", False), ("a/b-30B-A3B", "1.0", False)):
+        routed = migrated("trl", ROWS | {"model_name_or_path": name}, version, "sft.py")
+        assert any("spreads tokens over experts" in text for text in routed.different) == said
     clipped = migrated("roll", STUDENT | {"student.strategy_args.strategy_name": "fsdp2_train"})
     assert any(text.startswith("max_grad_norm is 0") for text in clipped.needs_you)
 

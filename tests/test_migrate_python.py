@@ -65,7 +65,7 @@ def test_literals_are_read_and_what_is_computed_is_asked_for(tmp_path, monkeypat
         "dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "train", "output_dir": "runs/someone/small-grpo",
         "learning_rate": 2e-6, "seed": 3, "max_steps": 50, "num_generations": 8, "per_device_train_batch_size": 8,
         "lr_scheduler_kwargs.min_lr_rate": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "model_name_or_path": "someone/small",
-        "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32,
+        "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0,
         "lora_target_modules": ["q_proj", "v_proj"], "max_completion_length": 128, "temperature": 0.7}
     asked = [text.partition(" is computed")[0] for text in report["needs_you"] if " is computed" in text]
     assert asked == ["bf16=torch.cuda.is_available()"]
@@ -117,6 +117,29 @@ def test_values_that_a_program_assigns_to_its_config_are_read_or_asked_for(tmp_p
     _, report, _ = run(tmp_path, parsed, "--gpus=2", "dataset_name=a/rows", name="parsed.py", system="trl")
     assert {k["key"]: k["value"] for k in report["keys"]} == {"dataset_name": "a/rows", "max_length": None, "packing": True}
     assert any("rows have no bound" in text for text in report["needs_you"]) and not any("script.dtype" in text for text in report["needs_you"])
+
+
+def test_adapters_of_a_program_have_the_defaults_of_peft_and_not_those_of_flags(tmp_path, monkeypatch):
+    program = 'from trl import *\nfrom peft import LoraConfig\nSFTTrainer(model="a/b", args=SFTConfig(completion_only_loss=True), ' \
+              'train_dataset=load_dataset("a/rows"), peft_config=LoraConfig({}))\n'
+    for given, (rank, alpha, dropout) in {"": (8, 8, 0.0), "r=4, lora_dropout=0.1": (4, 8, 0.1)}.items():
+        _, report, out = run(tmp_path, program.format(given), "--gpus=2", name="job.py", system="trl")
+        monkeypatch.chdir(out)
+        adapters = load_config(report["config"]).lora
+        assert (adapters.rank, adapters.alpha, adapters.dropout) == (rank, alpha, dropout)
+    flags = "trl sft --model_name_or_path a/b --dataset_name a/rows --use_peft --completion_only_loss true --num_processes 2\n"
+    _, report, out = run(tmp_path, flags, name="job.sh", system="trl")
+    monkeypatch.chdir(out)
+    assert load_config(report["config"]).lora.alpha == 32
+
+
+def test_rows_that_a_commands_program_changes_are_asked_for(tmp_path):
+    text = "python train.py --model_name_or_path a/b --dataset_name a/rows --learning_rate 1e-4 --num_processes 2\n"
+    for program, changed in {"rows = 1 +": False, "print(dataset)\n": False, "\ndataset = dataset.map(merge)\n": True}.items():
+        (tmp_path / "train.py").write_text(program)
+        _, report, _ = run(tmp_path, text, name="job.sh", system="trl")
+        asked = [need for need in report["needs_you"] if need.startswith("train.py:2: rows are changed in Python, ")]
+        assert len(asked) == changed, report["needs_you"]
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])
@@ -261,6 +284,19 @@ def test_programs_of_tunix_are_read(tmp_path, monkeypatch):
     assert c.mesh.roles.policy.rest == "host"
     tunix(tmp_path, TUNIX.replace("agentic.agentic_grpo_learner", "grpo.grpo_learner").replace(", max_response_length=256", ""))
     assert load_config("job.py").train.steps == 20  # where max_steps counts optimizer steps, two a step
+
+
+def test_prompts_of_a_program_of_tunix_are_rendered_as_its_learner_gets_them(tmp_path):
+    """Texts as they are but for agents, which have a parser of messages; evaluation counts updates, two of a step."""
+    parser = TUNIX.replace("algo_config=GRPOConfig(", "chat_parser=reader, algo_config=GRPOConfig(")
+    own = parser.replace("class Mine(", "class Raw:\n    pass\n\nreader = Raw()\n\nclass Mine(")
+    qwen = parser.replace("class Mine(", "reader = chat.QwenChatTemplateParser(tokenizer)\n\nclass Mine(")
+    texts = TUNIX.replace("agentic.agentic_grpo_learner", "grpo.grpo_learner").replace(", max_response_length=256", "")
+    for text, rendered, asked in ((TUNIX, "auto", False), (qwen, "auto", False), (own, "false", True), (texts, "false", False)):
+        _, report, out = tunix(tmp_path, text)
+        assert load_config(str(out / "job.py")).data.chat == rendered
+        assert any("Raw, a class of the program's own" in text for text in report["needs_you"]) == asked
+        assert any("eval.every_steps=5:" in text for text in report["needs_you"])
 
 
 @pytest.mark.parametrize(("change", "asked"), [

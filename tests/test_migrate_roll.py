@@ -202,7 +202,8 @@ def test_domains_are_sources_with_rewards_of_their_own_and_a_judge(tmp_path):
              "rewards.judged.generating_args.max_new_tokens": 100, "rewards.cross.reward_type": "loose"}
     m = migrated(rows | shares | judge | {"actor_train.data_args.file_name": ["a.jsonl", "b.jsonl"]})
     v = values(m)
-    assert v["data.sources.ifeval"] == {"path": ("a.jsonl", "b.jsonl"), "weight": 0.3, "where": {"tag": ["tag_ifeval"]}, "rewards": ["score"]}
+    assert [v[f"data.sources.{d}"]["weight"] * 128 for d in ("math_rule", "ifeval", "cross", "judged")] == [51, 38, 25, 14]  # as it rounds
+    assert v["data.sources.ifeval"] == {"path": ("a.jsonl", "b.jsonl"), "weight": 38 / 128, "where": {"tag": ["tag_ifeval"]}, "rewards": ["score"]}
     assert v["data.sources.judged"]["rewards"] == ["judge"] and "data.path" not in v
     assert v["reward.judge.model"] == "a/judge" and v["reward.judge.words"] == {"yes": 1, "no": 0} and v["reward.judge.max_new_tokens"] == 100
     space: dict = {}

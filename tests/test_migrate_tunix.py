@@ -83,6 +83,13 @@ def test_a_role_takes_from_the_model_what_it_does_not_change():
     assert values(migrated("tunix", {**base, "actor_model_config.model_id": "c/d"}))["model.path"] == "c/d"
 
 
+def test_rows_that_no_template_renders_are_taken_as_they_are():
+    rendered = "apply_chat_template_to_dataset"
+    assert "data.chat" not in values(migrated("tunix", {"batch_size": 8})) and "data.chat" not in values(
+        migrated("tunix", {"training_mode": "agentic_grpo", rendered: False}))
+    assert values(migrated("tunix", {rendered: False}))["data.chat"] == "false"
+
+
 def test_a_kl_without_gradient_is_named_and_ppo_has_its_own():
     m = migrated("tunix", {"model_config.model_id": "a/b"})
     assert values(m)["algorithm.kl.coef"] == 0.0 and [key for key, *_ in m.lacking] == ["grpo_config.beta"] and m.outcome(False) == "partial"
@@ -94,7 +101,7 @@ def test_a_kl_without_gradient_is_named_and_ppo_has_its_own():
 
 def test_agents_are_episodes_and_a_mesh_of_the_rollouts_own_a_role():
     m = migrated("tunix", {
-        "model_config.model_id": "a/b", "training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "env_kwargs.max_steps": 8,
+        "model_config.model_id": "a/b", "training_mode": "agentic_grpo", "env_class_path": "game.env.Lake", "env_kwargs.max_steps": "8",
         "actor_model_config.mesh.shape": "(2,2)", "rollout_model_config.mesh.shape": "(2,1)", "rollout_config.return_logprobs": True})
     v = values(m)
     assert v["env.max_turns"] == 8 and "WRITE HERE" in m.files["job_env.py"] and v["algorithm.old_logprobs"] == "rollout"

@@ -27,8 +27,8 @@ class Calls(NamedTuple):
     one of `kinds` before it where it is imported from there (`agentic.GRPOConfig`).
 
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that its
-    presence makes). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
-    argument that is read elsewhere.
+    presence makes where nothing else of the program does). The key of "" stands before all other arguments, that of 0
+    is the first positional one's; None: an argument that is read elsewhere.
     trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
     derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
     loads: function of a data set -> keys of its positional arguments and keywords.
@@ -90,9 +90,9 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
     first = _Known(nodes, path.stem, *given)
     nodes = list(_live(tree, first))
     known = _Known(nodes, path.stem, *given)
-    command, settings, asked, more = "", [], {}, []
+    command, settings, usual, asked, more = "", [], [], {}, []
     for node in (n for n in nodes if isinstance(n, ast.Call)):
-        of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings)
+        of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings, usual)
         command = command if of is None else of or command
         for key, value, place in found:
             if isinstance(value, Computed):
@@ -110,6 +110,7 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             asked[key] = _asked(key, value, place)
         else:
             settings.append(Setting(key, value, place))
+    settings += [s for s in usual if s.key not in {*asked, *(other.key for other in settings)}]
     texts = (s._replace(value=str(tuple(s.value))) if s.key in calls.tuples and isinstance(s.value, list) else s
              for s in settings)
     settings, twice = _once(list(texts))
@@ -130,6 +131,15 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             "the script (.sh) that starts it",
         )
     return _by_cells(path, Program(command, settings, computed, texts))
+
+
+def rows_changed_by(path: Path) -> list[str]:
+    """Returns what is asked of rows that a program changes which a script starts: nothing of one that is not read."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+        return _changed_rows(list(ast.walk(ast.parse(text))) if len(text) <= MOST else [], path.name)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
@@ -189,13 +199,14 @@ def _asked(key: str, value: Computed, place: str) -> tuple[Setting, str]:
     return Setting(key, str(value), place), what
 
 
-def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
-    """Returns (the command that a call stands for, None where it says none; its keys, values and places)."""
+def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings, usual: list[Setting]):
+    """Returns (the command that a call stands for, None where it says none; its keys, values and places). Adds to
+    usual what the presence of a class makes."""
     names = known.callees(node, calls.kinds)
     if name := calls.name_in(calls.configs, names):
         of, renamed, made = calls.configs[name]
-        own = ((key, value, where) for key, value in made.items())
-        return of, [*own, *_keywords(node, known, renamed, calls, where)]
+        usual += [Setting(key, value, where) for key, value in made.items()]
+        return of, list(_keywords(node, known, renamed, calls, where))
     bases = [base for n in names for base in known.bases.get(n, ())] if calls.derived else []
     if name := calls.name_in(calls.trainers, (*names, *bases)):
         of, keys = calls.trainers[name]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from jaxrl.migrate import shell
-from jaxrl.migrate.python_files import read_python
+from jaxrl.migrate.python_files import read_python, rows_changed_by
 from jaxrl.migrate.source import Setting, Source, Unreadable, interpolate, leaves, merge, override, scalar
 from jaxrl.migrate.table import Table, names_of
 from jaxrl.migrate.yaml_files import YamlReader, read_toml
@@ -38,6 +38,7 @@ def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Sourc
     elif path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
         command, found = _script(table, path, environment, notes)
         merge(settings, found, table.groups)
+        asked = _program_of(path, command) if table.calls else []
     else:
         page = f"docs/guides/from_{table.name}.md"
         python = f"a program in Python is not read: {page} says what becomes of it, and what to write down as a config"
@@ -148,13 +149,23 @@ def _value(word: str) -> bool:
 def _named_config(path: Path, folder: str, config: str, notes, own: str) -> list[Setting]:
     """Returns the config that a command names, where it lies beside the script. own: pattern of the system's own."""
     name = config if config.endswith((".yaml", ".yml", ".toml", ".json")) else f"{config}.yaml"
-    above = (place / name for place in path.resolve().parents)
-    near = (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name)
-    for place in (*near, *above):
-        if "$" not in str(place) and place.is_file():
-            return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
+    if place := _beside(path, folder, name):
+        return read_toml(place) if place.suffix == ".toml" else YamlReader(notes).file(place)
     defaults = "its values are the defaults here, as those of the version are"
     known = own and re.fullmatch(own, Path(name).stem)
     text = f"{path.name}: {config} is the system's: {defaults}" if known else f"{config}: {path.name} {NOT_FOUND}"
     notes.append(text)
     return []
+
+
+def _program_of(path: Path, command: str) -> list[str]:
+    """Returns what is asked of the program in Python that a command starts, where it lies beside the script."""
+    places = (_beside(path, "", word) for word in command.split() if word.endswith(".py"))
+    return [text for place in places if place for text in rows_changed_by(place)]
+
+
+def _beside(path: Path, folder: str, name: str) -> Path | None:
+    """Returns the file that a script names, in its folder or one above. folder: that the name is in."""
+    above = (place / name for place in path.resolve().parents)
+    near = (path.parent / folder / name, path.parent / Path(folder).name / name, path.parent / Path(name).name)
+    return next((place for place in (*near, *above) if "$" not in str(place) and place.is_file()), None)

@@ -231,13 +231,19 @@ def _sources(m: Migration, tags: dict, kinds: dict, column: str):
         )
         return
     m.options.pop("data.path", None)
-    for domain, share in shares.items():
-        table = {"path": files, "weight": float(share), "where": {column: [t for t, d in tags.items() if d == domain]}}
+    prompts = m.integer("rollout_batch_size")
+    each = [int(float(share) * prompts) for share in shares.values()][:-1]  # as its pipeline rounds
+    each.append(prompts - sum(each))
+    weights = [n / prompts for n in each] if min(each) > 0 else [float(share) for share in shares.values()]
+    for (domain, share), weight in zip(shares.items(), weights, strict=True):
+        weight = float(share) if abs(weight - float(share)) < 1e-9 else weight
+        table = {"path": files, "weight": weight, "where": {column: [t for t, d in tags.items() if d == domain]}}
         if len(functions) > 1:
             table["rewards"] = ["judge" if kinds.get(domain) == "judge" else "score"]
-        keys = (SHARES[:-1] + domain, TRAIN + DATA + "file_name", "rewards.*.tag_included")
+        keys = (SHARES[:-1] + domain, TRAIN + DATA + "file_name", "rewards.*.tag_included", "rollout_batch_size")
         m.set(f"data.sources.{domain}", table, *keys)
-    m.facts["domains"] = ", ".join(f"{domain} {share}" for domain, share in shares.items())
+    counts = f" ({', '.join(map(str, each))} of {prompts} prompts)"
+    m.facts["domains"] = ", ".join(f"{domain} {share}" for domain, share in shares.items()) + counts
     m.differs(
         f"a domain's share of a step is drawn by its weight; in ROLL it is fixed. Rows are told by their `{column}`; "
         "where yours have a column `domain`, which wins there, change `where` of data.sources"

@@ -164,7 +164,9 @@ def evaluation(m: Migration):
     else:
         m.set("eval.every_epochs", 1.0, "eval_strategy")
     m.set("eval.before", m.flag("eval_on_start"), "eval_on_start")
-    m.set("eval.after", kind == "epoch", "eval_strategy")
+    # scripts that evaluate at the end, too
+    scripts = r"\breward_modeling\.py" + r"|\bdpo\.py|trl\.scripts\.dpo\b" * trl.before(m, "1.6")
+    m.set("eval.after", kind == "epoch" or bool(re.search(scripts, m.command)), "eval_strategy")
     m.facts["evaluation"] = said
     if m.text("dataset_name"):
         m.set(
@@ -199,6 +201,13 @@ KIN = {  # trainer -> loss_type there -> ours
     "cpo": {"": "cpo", "sigmoid": "cpo", "simpo": "simpo"},
 }
 SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
+
+
+def order(m: Migration):
+    """KTO's rows come in their order, of which its KL's pairs are made; those of the others by their sampler's name."""
+    key = "train_sampling_strategy"
+    by = m.text(key) if m.given(key) else "sequential" if trainer(m) == "kto" else "random"
+    m.set("data.shuffle", by != "sequential", key)
 
 
 def trainer(m: Migration) -> str:
@@ -296,8 +305,10 @@ def distillation(m: Migration):
     m.set("distill.loss", "forward" if beta == 0 else "reverse" if beta == 1 else "jsd", "beta")
     if 0 < beta < 1:
         m.set("distill.beta", beta, "beta")
-    m.set("distill.temperature", temperature, "temperature")
-    m.set("distill.teacher_temperature", temperature, "temperature")
+    # generalized_jsd_loss is called without one; Liger's loss had it from 0.22 to 1.3
+    liger = m.flag("use_liger_kernel") and not trl.before(m, "0.22") and trl.before(m, "1.4")
+    for option in ("distill.temperature", "distill.teacher_temperature"):
+        m.set(option, temperature if liger else 1.0, *(("temperature", "use_liger_kernel") if liger else ()))
     m.set("rollout.temperature", temperature, "temperature")
     m.set("rollout.group_size", 1, "lmbda")
     m.set("reward.functions", (), "lmbda")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Migration
+
+# names of models that have experts
+EXPERTS = r"(?i)[-_]a\d+(\.\d+)?b\b|moe|mixtral|gpt-oss|deepseek-(v[23]|r1(?!-distill))|moonlight|kimi"
 
 
 def before(m: Migration, version: str) -> bool:
@@ -422,6 +426,19 @@ def model(m: Migration):
 def reference_dtype(m: Migration):
     """The reference is loaded as the policy is, and computes as it does."""
     common.frozen_dtype(m, "reference.dtype", *common.of(m, "train.compute_dtype"), held=m.text("dtype") or "float32")
+
+
+def routers(m: Migration):
+    """The loss that spreads tokens over experts: of models with experts it is on by default."""
+    key = "router_aux_loss_coef"
+    value, usual = m.number(key) or 0.0, m.default(key)
+    if value and value != usual:
+        m.lacks(key, "set train.router_balance by hand: its scale is another")
+    elif value and re.search(EXPERTS, m.text("model_name_or_path")):
+        m.differs(
+            f"TRL adds {value:g} times the loss that spreads tokens over experts (router_aux_loss_coef, its default); "
+            "here none is added: train.router_balance has another scale"
+        )
 
 
 def adapters(m: Migration):

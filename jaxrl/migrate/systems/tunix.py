@@ -67,7 +67,6 @@ AUTOMATIC = (
     (CRITIC + "**", "the critic is sharded as the policy", ()),
     ("tokenizer_config.**", "the tokenizer's own settings", ()),
     ("chat_parser_config.**", "messages are rendered by the chat template", ()),
-    ("apply_chat_template_to_dataset", "data.chat=auto", ()),
     ("tfds_download", "rows are of the Hugging Face hub or a file", ()),
     ("max_target_length", "read by peft_main alone", ("optimizer_config.**", "training_config.**")),
     (
@@ -206,7 +205,11 @@ TABLE = Table(
         ),
         Joint(
             "chat",
-            (K("chat_parser_config.enable_thinking", "equivalent", other=False, beside={"chat_parser_config.type": "gemma4"}),),
+            (
+                K("chat_parser_config.enable_thinking", "equivalent", other=False, beside={"chat_parser_config.type": "gemma4"}),
+                K("chat_parser_config.type", "equivalent"),
+                K("apply_chat_template_to_dataset", "equivalent", default=True, other=False),
+            ),
             meaning.chat,
         ),
         Joint("file of keys", (K("override_config_file", "equivalent"),), meaning.file_of_keys),

@@ -444,10 +444,29 @@ def layout(m: Migration):
         rest(m, "host", "offload_to_cpu")
 
 
+PARSERS = ("qwen", "gemma4")  # classes of Tunix that a program's call names
+
+
 def chat(m: Migration):
-    """Whether the template lets the model think: Gemma 4's parser alone reads it from the command line."""
-    key = "chat_parser_config.enable_thinking"
-    if m.given(key) and (m.table.job == "program" or m.text("chat_parser_config.type") == "gemma4"):
+    """Whether there is a template, and whether it lets the model think: Gemma 4's parser alone reads it from the
+    command line. A learner takes prompts as they are; the command line renders its rows before, agents their
+    messages."""
+    key, own = "chat_parser_config.enable_thinking", "chat_parser_config.type"
+    rendered = "apply_chat_template_to_dataset"
+    program, agents = m.table.job == "program", algorithm(m) == AGENTIC
+    if not agents and (program or not m.flag(rendered)):
+        m.set("data.chat", "false", "training_mode" if program else rendered)
+    else:
+        m.mark(rendered, "automatic", "data.chat=auto")
+    if not (program and agents and m.text(own) not in ("", *PARSERS)):
+        m.mark(own, "automatic", "messages are rendered by the chat template")
+    else:
+        m.set("data.chat", "false", own)
+        m.needs(
+            f"data.prompt_column: {m.text(own)}, a class of the program's own, renders messages; here a prompt is "
+            "taken as it is (data.chat=false): write the rows as it renders them"
+        )
+    if m.given(key) and (program or m.text(own) == "gemma4"):
         m.set("data.chat_template_kwargs.enable_thinking", m.flag(key), key)
 
 

@@ -13,6 +13,7 @@ from jaxrl.migrate.systems.tunix_meaning import ACTOR, MODEL
 SHAPE, AXES = MODEL + "mesh.shape", MODEL + "mesh.axis_names"
 SAMPLERS = "rollout_model_config.mesh."
 LORA = ACTOR + "lora_config."
+PARSER = "chat_parser_config.type"
 Found = Iterator[tuple[str, Any, str]]
 
 
@@ -22,6 +23,7 @@ def read(nodes: list[ast.AST], known, file: str) -> Found:
     yield from _meshes(calls, known, file)
     yield from _model(nodes, known, file)
     yield from _adapters(nodes, calls, known, file)
+    yield from _parsers(calls, known, file)
 
 
 def _last(node: ast.Call, known) -> str:
@@ -180,3 +182,11 @@ def _adapters(nodes, calls, known, file: str) -> Found:
         for name, value in places.items():
             if value is not None:
                 yield LORA + name, known.value(value), f"{file}:{getattr(value, 'lineno', node.lineno)}"
+
+
+def _parsers(calls, known, file: str) -> Found:
+    """The class of a learner's chat_parser, where it is the program's own."""
+    for node in calls:
+        parser = _followed(next((k.value for k in node.keywords if k.arg == "chat_parser"), None), known)
+        if isinstance(parser, ast.Call) and (name := _last(parser, known)) in known.bases:
+            yield PARSER, name, f"{file}:{parser.lineno}"

@@ -6,6 +6,7 @@ defaults. Rewards and rows are Python there, and asked for.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from jaxrl.migrate import common
@@ -66,7 +67,8 @@ def data(m: Migration):
         m.set("data.path", (repo,), "dataset_name")
         if subset:
             m.set("data.subset", subset, "dataset_name")
-    m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file")
+    m.needs("data.path, data.prompt_column and data.answer_column: the rows that the program makes in Python: write them into a file; "
+            "where it does not shuffle them, data.shuffle=False")
     if m.text(AGENTIC + "system_prompt"):
         m.set("data.system_prompt", m.text(AGENTIC + "system_prompt"), AGENTIC + "system_prompt")
     if m.text("train_split") not in ("", "train"):
@@ -87,8 +89,9 @@ def run(m: Migration):
         m.needs("train.steps: max_steps is not set: the rows' batches times epochs")
     m.set("eval.every_steps", 0, every)
     m.set("eval.after", False, every)
-    if m.integer(every):
-        m.needs(f"eval.sets and eval.every_steps={m.integer(every)}: name the rows that the program hands its learner for evaluation, if it does")
+    if often := m.integer(every):  # of updates, asked at the first of a step
+        steps = often // math.gcd(often, common.updates(m))
+        m.needs(f"eval.sets and eval.every_steps={steps}: name the rows that the program hands its learner for evaluation, if it does")
 
 
 def optimizer(m: Migration):

@@ -25,7 +25,7 @@ def turns(m: Migration):
         for s in m.all(name)
     ]
     steps = next((s for s in m.all("env_kwargs.*") if s.key.endswith("max_steps")), None)
-    turns_ = bound or (int(steps.value) if steps and isinstance(steps.value, int) else None)
+    turns_ = bound or (int(steps.value) if steps and str(steps.value).isdigit() else None)  # a text "5", too
     if not m.list("reward_functions"):
         m.set("reward.functions", (), "reward_functions")
     keys = (AGENTIC + "max_turns",) if bound else ("env_class_path", "env_kwargs.*")
