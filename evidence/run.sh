@@ -41,6 +41,7 @@
 #    a hybrid with empty states                                  hybrid_states.py RUN.DIR
 #    recipes of the Tinker cookbook over the training service     service_cookbook.py (ten minutes; wants the tinker SDK and the cookbook)
 #    rows of batches with images, counted                        image_rows.py (seconds)
+#    programs of published towers for TPUs, counted              tower_programs.py (a minute; wants libtpu)
 #    images that a core prepares a second                        prepared_images.py (a minute)
 #    pixels and log-probs under torchvision's resizing            torchvision_pixels.py EXPORT (minutes; wants torch and torchvision)
 # Rows and pages are made by arith_data.py, arith_compared.py, env_data.py, shapes_data.py, picture_env_data.py and parameters.py. Speed is measured by benchmarks/.

@@ -81,6 +81,14 @@ def test_a_job_with_a_teacher(tmp_path):
     check(c)
 
 
+def test_a_job_with_images(tmp_path):
+    """A small model with a tower, in place of the one from scratch."""
+    c = small(tmp_path, DOMAINS, "a judge", "rows with images")
+    assert (c.model.path, c.model.init, c.model.config.to_dict(), c.model.tokenizer) == ("runs/vision_sft_tiny/export", "pretrained", {}, "")
+    assert (c.data.image_min_pixels, c.data.image_max_pixels, c.model.chat_template) == (256, 1024, "") and c.data.image_column
+    check(c)
+
+
 def test_a_path_beside_sources_names_the_option_that_leaves_them_out(tmp_path):
     c = small(tmp_path, DOMAINS, "a judge")
     c.data.sources = {"a": {"path": ("x.jsonl",), "weight": 1.0}}

@@ -231,6 +231,18 @@ def test_windows_equal_transformers():
         assert order.tolist() == index.tolist() and np.array_equal(np.diff(ends.numpy()), 4 * np.bincount(numbers))
 
 
+@pytest.mark.parametrize("kind, lengths", [("qwen2_5_vl", [5]), ("qwen3_vl", [2, 2, 1])])
+def test_layers_are_as_few_loops_as_taps_allow(kind, lengths):
+    """A compiler takes its time for each: layers with windows and those without are one (which of them is which:
+    test_logits_equal_transformers)."""
+    model = build(hf.load_config("", overrides=cases.config(kind=kind), images=True), compute_dtype=jnp.float32, scan_layers=True,
+                  attention="reference")
+    params, (_, images, _) = jax.eval_shape(model.init, jax.random.key(0)), rows_for(model, sequences())
+    traced = jax.make_jaxpr(lambda params: tower.see(model, params, images)[:2])(params).eqns
+    of_angles, *of_layers = (one.params["length"] for one in traced if one.primitive.name == "scan")
+    assert of_angles == 2 and of_layers == lengths
+
+
 @pytest.mark.parametrize("size", [12, 6])
 def test_equal_positions_are_one_position(size):
     """To the bit, where the loop over halves serves and where it does not."""

@@ -6,7 +6,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from helpers.run_tools import fingerprint, run
+from helpers.run_tools import fingerprint, ledger, run
 from helpers.tiers import nightly
 
 import jaxrl
@@ -59,18 +59,36 @@ def test_a_policy_learns_from_pictures_and_its_export_answers_alike(tmp_path, va
     assert again["eval"]["sets"]["test"]["blank/accuracy"] == after["blank/accuracy"]
 
 
+def killed_and_resumed(tmp_path, config, timeout=300):
+    """Options of a run of three steps from a warm start; one was killed in its third update and run again, in the folder `killed`."""
+    assert run(tmp_path / "warm", "train.steps=3", config="configs/vision_sft.py:tiny")[0] == 0
+    (tmp_path / "mine.py").write_text("def score(prompt, completion):\n    return float(len(set(completion)))\n")
+    short = ("train.steps=3", "eval.before=False", "run.warm_start=", f"model.path={tmp_path}/warm/export", "optimizer.lr=1e-2",
+             f"reward.functions={tmp_path}/mine.py:score")
+    status, text = run(tmp_path / "killed", *short, "faults.plan='update.kill9@step=3',", config=config, timeout=timeout)
+    assert status == -signal.SIGKILL, text
+    status, text = run(tmp_path / "killed", *short, config=config, timeout=timeout)
+    assert status == 0 and "resumed" in text, text
+    assert all(row["optim/grad_norm"] > 0 for row in rows_of(tmp_path / "killed") if "loss" in row)  # there is something to lose
+    return short
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path):
-    short = ("train.steps=3", "eval.before=False", "run.warm_start=")
-    warm = ("train.steps=3",)
-    assert run(tmp_path / "warm", *warm, config="configs/vision_sft.py:tiny")[0] == 0
-    short += (f"model.path={tmp_path}/warm/export",)
+    short = killed_and_resumed(tmp_path, "configs/vision.py:tiny")
     assert run(tmp_path / "unbroken", *short, config="configs/vision.py:tiny")[0] == 0
-    status, _ = run(tmp_path / "killed", *short, "faults.plan='update.kill9@step=3',", config="configs/vision.py:tiny")
-    assert status == -signal.SIGKILL
-    status, text = run(tmp_path / "killed", *short, config="configs/vision.py:tiny")
-    assert status == 0 and "resumed" in text, text
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "unbroken")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_killed_and_resumed_with_vllm(tmp_path):
+    """A new server gets weights and pictures anew: every sample is used once, and its log-probs are the trainer's in every step."""
+    killed_and_resumed(tmp_path, "configs/vision_vllm.py:tiny", timeout=900)
+    steps = [row for row in rows_of(tmp_path / "killed") if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3] and all(row["gap/max"] < 1e-4 and row["publish/probe"] < 1e-5 for row in steps)
+    sampled = ledger(tmp_path / "killed", 0)
+    assert [len(rows) for rows in sampled] == [16] * 3 and all(row["images"] for rows in sampled for row in rows)
 
 
 @pytest.mark.full

@@ -255,14 +255,14 @@ def test_a_sampler_of_gpus_has_a_tower_layer_by_layer(scan, monkeypatch):
 @pytest.mark.torch
 @first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_vl_moe"], full=0)
 def test_greedy_completions_are_those_of_transformers(tmp_path, kind):
-    """16 tokens of generate, of prompts with 0, 1 and 3 images."""
+    """32 tokens of generate, of prompts with 0, 1 and 3 images."""
     import torch
 
     theirs = cases.make(tmp_path, text={"num_hidden_layers": 2}, vision=KINDS[kind], kind=kind)
     model, params = cases.ours(tmp_path)
-    engine = made(model)
+    engine = made(model, max_new_tokens=32)
     engine.publish(params, 1)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=16)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=32)
     for q, r in run(engine, [dataclasses.replace(q, sampling=greedy) for q in groups(1)]):
         values = {}
         if q.pictures is not None:
@@ -273,7 +273,7 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, kind):
                       "mm_token_type_ids": torch.tensor((q.prompt == cases.PAD).astype(np.int64))[None]}
         ids = torch.tensor(q.prompt)[None].long()
         with torch.no_grad():
-            out = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, eos_token_id=END,
+            out = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, eos_token_id=END,
                                   pad_token_id=0, **values)[0, len(q.prompt):]
         assert out.tolist() == r.tokens.tolist()
 

@@ -16,7 +16,7 @@ from jaxrl.training.pack import pack
 from jaxrl.types import Pictures, Trajectories
 
 pytestmark = pytest.mark.torch
-END, NEW, GRID = 1, 12, cases.GEMMA_GRID
+END, NEW, GRID = 1, 32, cases.GEMMA_GRID
 PROMPTS = ([5], [3, GRID, 2], [2, GRID, 1, GRID, 3])  # text and images by turns
 
 

@@ -109,9 +109,8 @@ class VisionConfig:
 
     @property
     def groups(self) -> list[range]:
-        """Consecutive layers that attend alike, up to and with each tap."""
-        cuts = [i + 1 for i in range(self.depth - 1)
-                if i in self.taps or self.is_windowed(i) != self.is_windowed(i + 1)]
+        """Consecutive layers up to and with each tap."""
+        cuts = [i + 1 for i in self.taps if i + 1 < self.depth]
         return [range(a, b) for a, b in zip([0, *cuts], [*cuts, self.depth], strict=True)]
 
 

@@ -48,10 +48,9 @@ def see(model, params, images) -> Seen:
     within |= {True: images.windows} if cfg.window else {}
     work = {windowed: attention_work(cfg.heads, cfg.heads, cfg.head_dim, model.compute_dtype, same, ids, None, window=0,
                                      implementation=model.attention) for windowed, ids in within.items()}
-    taps = []
+    taps, seen = [], {windowed: (within[windowed], work[windowed]) for windowed in within}
     for i, group in enumerate(cfg.groups):
-        windowed = cfg.is_windowed(group[0])
-        x = _layers(model, params, i, group, x, (rotation, within[windowed], work[windowed]))
+        x = _layers(model, params, i, group, x, rotation, seen)
         if group[-1] in cfg.taps:
             table = tables.of_tap(len(taps))
             taps.append(_merged(model, table, params[f"tap_{len(taps)}"], x, together=True))
@@ -126,19 +125,32 @@ def _norm(own: Weights, name: str, x):
     return (y * scale + bias).astype(x.dtype)
 
 
-def _layers(model, params, number: int, group: range, x, shared):
-    """The layers of a group, one after the other or as a scan over their stacked parameters."""
-    layer = functools.partial(_layer, model)
+def _layers(model, params, number: int, group: range, x, rotation, seen):
+    """Returns x [B, P, D] behind the layers of a group: one after the other, or a scan over their stacked parameters.
+
+    A scan has one body, also where some layers have windows: bodies are what a compiler takes its time for.
+
+    Args:
+      seen: {windows or not: (segments [B, P], attention work)}, of the same shapes.
+    """
+    windowed = [model.config.vision.is_windowed(i) for i in group]
+    layer = recomputed(model, functools.partial(_layer, model), scanned=model.scan_layers)
     if not model.scan_layers:
-        for i in group:
-            x = recomputed(model, layer, scanned=False)(params[f"layer_{i}"], x, shared)
+        for i, within in zip(group, windowed, strict=True):
+            x = layer(params[f"layer_{i}"], x, rotation, seen[within], None)
         return x
-    layer = recomputed(model, layer, scanned=True)
-    return jax.lax.scan(lambda x, own: (layer(own, x, shared), None), x, params[f"group_{number}"])[0]
+    own, mixed = params[f"group_{number}"], len(set(windowed)) > 1
+    seen = seen if mixed else seen[windowed[0]]
+    step = lambda x, xs: (layer(xs[0], x, rotation, seen, xs[1]), None)  # noqa: E731
+    return jax.lax.scan(step, x, (own, jnp.array(windowed) if mixed else None))[0]
 
 
-def _layer(model, params, x, shared):
-    rotation, segments, work = shared
+def _layer(model, params, x, rotation, seen, within):
+    """Returns x [B, P, D] behind a layer. within: whether it has windows, a bool array that chooses from `seen` of both
+    kinds; None: `seen` is the layer's."""
+    if within is not None:
+        seen = jax.tree.map(functools.partial(jnp.where, within), seen[True], seen[False])
+    segments, work = seen
     own, same = _weights(model, TABLES[model.config.vision.kind].layer, params), jnp.zeros_like(segments)
     x = checkpoint_name(x, KEPT)
     with jax.named_scope("attention"):
