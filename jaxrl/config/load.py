@@ -336,11 +336,14 @@ _SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credential
                      r"(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
 _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|"
                        r"boi|eoi|boa|eoa|fim|tool|"
-                       r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
-                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
+                       r"prefix|suffix|middle|special|decoder_start|(.+_)?per|(max|min|balance)(_.+)?|num|last|first|"
+                       r"next|new)_token"
+                       r"|((data|reward|input|output|main|extra|view|wrist|node)_)*"
+                       r"(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
                        r"text|data|dataset|metric|score|chosen|rejected|question|response|query|system|tools|"
-                       r"enable_thinking|"
-                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
+                       r"enable_thinking|choice|audio|video|source|fn|reward_model|teacher|solution|input|output|"
+                       r"caption|camera|state|action|arm|unnorm|count|sum|instance|instance_id|route|selector|"
+                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition|(.+_)?per)_key")
 # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
 _IN_TEXT = (
     (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
@@ -381,24 +384,26 @@ def redacted(cfg) -> dict:
     """Returns the config as plain dicts without secrets: values under secret-looking names, and secret-looking
     parts of any text.
     """
+    return redacted_tree(json.loads(cfg.to_json_best_effort()))
+
+
+def redacted_tree(node) -> Any:
+    """Returns plain data, nested as it is, without secrets: see `redacted`."""
 
     def hidden(node):
         if isinstance(node, dict):
             return {k: hidden(v) for k, v in node.items()}
-        if isinstance(node, list):
-            return [hidden(v) for v in node]
+        if isinstance(node, list | tuple):
+            return type(node)(hidden(v) for v in node)
         return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
 
-    def walk(node) -> Any:
-        if isinstance(node, dict):
-            return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
-        if isinstance(node, list):  # of a command line: --api-key, its value
-            flags = [None, *node[:-1]]
-            after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
-            return [hidden(v) if secret else walk(v) for v, secret in zip(node, after, strict=False)]
-        return redacted_text(node) if isinstance(node, str) else node
-
-    return walk(json.loads(cfg.to_json_best_effort()))
+    if isinstance(node, dict):
+        return {k: hidden(v) if is_secret(str(k)) else redacted_tree(v) for k, v in node.items()}
+    if isinstance(node, list | tuple):  # of a command line: --api-key, its value
+        flags = [None, *node[:-1]]
+        after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
+        return type(node)(hidden(v) if secret else redacted_tree(v) for v, secret in zip(node, after, strict=False))
+    return redacted_text(node) if isinstance(node, str) else node
 
 
 def flat(table: dict, prefix: str = "") -> dict:
