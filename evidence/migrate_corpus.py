@@ -1,6 +1,6 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
-    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
+    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl] [--of=COMMIT]     # half a minute
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -19,6 +19,7 @@ never committed here (licences, size). For every config:
 migrate_plans.py plans the written ones.
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
+With --of, a commit of this repository: only the configs that stood here at it; the result's file stays as it is.
 Exits with 1 where one of this does not hold.
 """
 
@@ -414,12 +415,23 @@ def documents(folder: Path) -> list[dict]:
     return rows
 
 
+def corpus_at(commit: str) -> set[tuple[str, str, str]]:
+    """(repository, commit, file) of the configs that CORPUS had at a commit of this repository."""
+    text = subprocess.run(["git", "show", f"{commit}:evidence/migrate_corpus.py"], capture_output=True, text=True, check=True,
+                          cwd=Path(__file__).parent).stdout
+    value = next(n.value for n in ast.parse(text).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CORPUS")
+    corpus = eval(compile(ast.Expression(value), "CORPUS", "eval"))
+    return {(repository, at, name) for entries in corpus.values() for repository, at, _, names in entries for name in names}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
+    parser.add_argument("--of", default="")
     args = parser.parse_args()
+    of = corpus_at(args.of) if args.of else None
     results, bad = {}, 0
     for system in args.systems.split(","):
         outcomes, wrong, count, seconds = Counter(), {}, 0, None
@@ -429,6 +441,8 @@ def main() -> int:
                 root.mkdir()
                 take(clone(args.clones, repository), commit_, files, root)
                 for i, name in enumerate(files):
+                    if of is not None and (repository, commit_, name) not in of:
+                        continue
                     label = f"{repository}@{commit_}:{name}"
                     outcome, found, _ = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
                     outcomes[outcome] += 1
@@ -451,7 +465,10 @@ def main() -> int:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")
         bad += sum(bool(r.get("missing") or r.get("unknown")) for r in results["documents"])
-    record("migrate_corpus", results)
+    if of is not None:
+        print({o: sum(r.get(o, 0) for s, r in results.items() if s in CORPUS) for o in ("configs", "full", "partial", "refused", "unreadable")})
+    else:
+        record("migrate_corpus", results)
     return int(bool(bad))
 
 
