@@ -361,7 +361,7 @@ _IN_TEXT = (
 _NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
 _QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")  # of JSON, of a dict
 _HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value
-_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
+_FLAG = re.compile(r"((?<![\w-])--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
 
 
 def is_secret(name: str) -> bool:
