@@ -1,6 +1,6 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
-    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl] [--of=COMMIT]     # half a minute
+    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl] [--since=COMMIT]     # half a minute
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -19,7 +19,7 @@ never committed here (licences, size). For every config:
 migrate_plans.py plans the written ones.
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
-With --of, a commit of this repository: only the configs that stood here at it; the result's file stays as it is.
+--since, a commit of this repository: the outcomes of the configs that stood here at it, then and now.
 Exits with 1 where one of this does not hold.
 """
 
@@ -222,6 +222,7 @@ DRAWN = {  # at random (random.Random(45)) from tags and from twelve commits of 
 for _system, _entries in DRAWN.items():
     _repository = CORPUS[_system][0][0]
     CORPUS[_system] += [(_repository, at, version, [f"examples/{n}" for n in names]) for at, version, names in _entries]
+OUTCOMES = ("full", "partial", "refused", "unreadable")
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
 UNREADABLE = {"agentic_val_sokoban_async_16gpus.yaml": "no key max_actions_per_traj is set"}  # nor in the files that it includes
 
@@ -415,13 +416,17 @@ def documents(folder: Path) -> list[dict]:
     return rows
 
 
-def corpus_at(commit: str) -> set[tuple[str, str, str]]:
-    """(repository, commit, file) of the configs that CORPUS had at a commit of this repository."""
-    text = subprocess.run(["git", "show", f"{commit}:evidence/migrate_corpus.py"], capture_output=True, text=True, check=True,
-                          cwd=Path(__file__).parent).stdout
-    value = next(n.value for n in ast.parse(text).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CORPUS")
+def corpus_at(commit: str) -> tuple[set[tuple[str, str, str]], dict]:
+    """The configs (repository, commit, file) that CORPUS had at a commit of this repository, and their outcomes as recorded then."""
+
+    def text(path: str) -> str:
+        return subprocess.run(["git", "show", f"{commit}:./{path}"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
+
+    value = next(n.value for n in ast.parse(text("migrate_corpus.py")).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CORPUS")
     corpus = eval(compile(ast.Expression(value), "CORPUS", "eval"))
-    return {(repository, at, name) for entries in corpus.values() for repository, at, _, names in entries for name in names}
+    rows = [row for name, row in json.loads(text("results/migrate_corpus.json"))["results"].items() if name in corpus]
+    return ({(repository, at, name) for entries in corpus.values() for repository, at, _, names in entries for name in names},
+            {o: sum(row.get(o, 0) for row in rows) for o in ("configs", *OUTCOMES)})
 
 
 def main() -> int:
@@ -429,9 +434,10 @@ def main() -> int:
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
-    parser.add_argument("--of", default="")
+    parser.add_argument("--since", default="0dfe9509")
     args = parser.parse_args()
-    of = corpus_at(args.of) if args.of else None
+    earlier, then = corpus_at(args.since)
+    now: Counter = Counter()
     results, bad = {}, 0
     for system in args.systems.split(","):
         outcomes, wrong, count, seconds = Counter(), {}, 0, None
@@ -441,11 +447,10 @@ def main() -> int:
                 root.mkdir()
                 take(clone(args.clones, repository), commit_, files, root)
                 for i, name in enumerate(files):
-                    if of is not None and (repository, commit_, name) not in of:
-                        continue
                     label = f"{repository}@{commit_}:{name}"
                     outcome, found, _ = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
                     outcomes[outcome] += 1
+                    now[outcome] += (repository, commit_, name) in earlier
                     count += 1
                     if found:
                         wrong[label] = found
@@ -458,17 +463,16 @@ def main() -> int:
         bad += len(wrong)
         for name, found in wrong.items():
             print(name, *found, sep="\n    ")
-    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds"],
-          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"]]
+    table(["system", "configs", *OUTCOMES, "wrong", "seconds"],
+          [[s, r["configs"], *(r.get(o, 0) for o in OUTCOMES), len(r["wrong"]), r["seconds"]]
            for s, r in results.items()])
     if args.seeds:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")
         bad += sum(bool(r.get("missing") or r.get("unknown")) for r in results["documents"])
-    if of is not None:
-        print({o: sum(r.get(o, 0) for s, r in results.items() if s in CORPUS) for o in ("configs", "full", "partial", "refused", "unreadable")})
-    else:
-        record("migrate_corpus", results)
+    results["since"] = {"commit": args.since, "then": then, "now": {"configs": sum(now.values()), **{o: now[o] for o in OUTCOMES}}}
+    print(results["since"])
+    record("migrate_corpus", results)
     return int(bool(bad))
 
 

@@ -21,11 +21,17 @@ def word(number: int) -> str:
 
 
 def test_the_corpus():
-    rows = [row for name, row in results("migrate_corpus").items() if name != "documents"]
+    found = results("migrate_corpus")
+    since = found.pop("since")
+    rows = [row for name, row in found.items() if name != "documents"]
     full, partial, refused, unreadable = (sum(row.get(outcome, 0) for row in rows) for outcome in OUTCOMES)
     assert f"({sum(row['configs'] for row in rows)} example configs of {word(len(rows))} systems" in PAGE
     assert f"{full} end as full, {partial} as partial, {refused} are refused by name, and {word(unreadable)} is unreadable" in PAGE
     assert not any(row["wrong"] for row in rows)
+    then, now = ([since[when][outcome] for outcome in ("full", "partial", "refused")] for when in ("then", "now"))
+    assert since["then"]["configs"] == since["now"]["configs"] and since["now"]["unreadable"] == 0
+    assert "Of the {} of {}, {} ended as full, {} as partial and {} were refused then; today {}, {} and {}".format(
+        since["then"]["configs"], since["commit"], *then, *now) in PAGE
 
 
 def test_the_survey():
