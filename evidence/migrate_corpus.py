@@ -51,6 +51,7 @@ from migrate_rules import RULES, Keys, images  # noqa: E402
 from migrate_rules_agentic import AGENTIC, agentic_keys, tunix, tunix_keys  # noqa: E402
 from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
+from migrate_rules_second import SECOND  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
 from jaxrl.errors import ConfigError  # noqa: E402
@@ -347,6 +348,8 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
             whole = tunix_keys(mine, root) if rules is tunix else agentic_keys(file) if rules in AGENTIC.values() else mine
             wrong += differ(images(system, Keys(mine), config, version))
             wrong += [f"by other rules: {text}" for text in differ(seen(system, Keys(mine), config, version, report, out))]
+            if second := SECOND.get((system, report["job"])):
+                wrong += [f"by second rules: {text}" for text in differ(second(Keys(mine), config, version))]
             if rules:  # of Cosmos-RL's other jobs there are none yet
                 wrong += differ(rules(Keys(whole), config, version))
             report["model"] = config.model.path

@@ -66,7 +66,7 @@ def test_literals_are_read_and_what_is_computed_is_asked_for(tmp_path, monkeypat
         "learning_rate": 2e-6, "seed": 3, "max_steps": 50, "num_generations": 8, "per_device_train_batch_size": 8,
         "lr_scheduler_kwargs.min_lr_rate": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "model_name_or_path": "someone/small",
         "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32,
-        "lora_target_modules": ["q_proj", "v_proj"], "max_completion_length": 128, "temperature": 0.7}
+        "lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "max_completion_length": 128, "temperature": 0.7}
     asked = [text.partition(" is computed")[0] for text in report["needs_you"] if " is computed" in text]
     assert asked == ["bf16=torch.cuda.is_available()"]
     assert any("rows are changed in Python, data.map(" in text for text in report["needs_you"])
@@ -117,6 +117,20 @@ def test_values_that_a_program_assigns_to_its_config_are_read_or_asked_for(tmp_p
     _, report, _ = run(tmp_path, parsed, "--gpus=2", "dataset_name=a/rows", name="parsed.py", system="trl")
     assert {k["key"]: k["value"] for k in report["keys"]} == {"dataset_name": "a/rows", "max_length": None, "packing": True}
     assert any("rows have no bound" in text for text in report["needs_you"]) and not any("script.dtype" in text for text in report["needs_you"])
+
+
+@pytest.mark.parametrize(("call", "given", "want"), [
+    ("LoraConfig()", (), (8, 8.0, 0.0)), ("LoraConfig(r=32, lora_dropout=0.1)", (), (32, 8.0, 0.1)),
+    ("LoraConfig(lora_alpha=size())", ("lora_alpha=24",), (8, 24.0, 0.0)), ("LoraConfig(**more)", ("lora_r=4",), (4, 32.0, 0.05))])
+def test_adapters_of_a_program_have_pefts_defaults_and_those_of_flags_trls(tmp_path, call, given, want):
+    """16, 32 and 0.05 are of TRL's flags (ModelConfig); PEFT upcasts adapters on a base in bf16."""
+    text = ("from peft import LoraConfig\nfrom trl import SFTConfig, SFTTrainer\nargs = SFTConfig(max_length=512, "
+            "model_init_kwargs={'dtype': 'bfloat16'})\n"
+            f"SFTTrainer(model='a/b', args=args, peft_config={call}, train_dataset=load_dataset('a/rows'))\n")
+    status, _, out = run(tmp_path, text, "--gpus=2", *given, name="rows.py", system="trl")
+    c = load_config(str(out / "rows.py"))
+    assert (status, (c.lora.rank, c.lora.alpha, c.lora.dropout)) == (0, want)
+    assert (c.train.param_dtype, c.train.compute_dtype, c.lora.base_dtype) == ("fp32", "bf16", "auto")
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 from jaxrl.migrate.source import Setting, Unreadable, scalar
 
 MOST = 1_000_000  # characters of a program
+OF_CLASS = ", of its class"  # behind the place of a setting that a call makes without an argument
 
 
 class Calls(NamedTuple):
     """What the reader looks for, of a system. A class or function is named by its last part, or its last two, and with
     one of `kinds` before it where it is imported from there (`agentic.GRPOConfig`).
 
-    configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that its
-    presence makes). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
+    configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
+    makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
     argument that is read elsewhere.
     trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
     derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
@@ -109,6 +110,7 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             settings = [s for s in settings if s.key != key]
             asked[key] = _asked(key, value, place)
         else:
+            settings = [s for s in settings if s.key != key or not s.where.endswith(OF_CLASS)]
             settings.append(Setting(key, value, place))
     texts = (s._replace(value=str(tuple(s.value))) if s.key in calls.tuples and isinstance(s.value, list) else s
              for s in settings)
@@ -194,8 +196,11 @@ def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
     names = known.callees(node, calls.kinds)
     if name := calls.name_in(calls.configs, names):
         of, renamed, made = calls.configs[name]
-        own = ((key, value, where) for key, value in made.items())
-        return of, [*own, *_keywords(node, known, renamed, calls, where)]
+        found = list(_keywords(node, known, renamed, calls, where))
+        given = {key for key, *_ in found}
+        whole = not any(key.endswith("**") for key in given)  # else what it does not set is not known
+        own = [(k, v, where + OF_CLASS) for k, v in made.items() if k not in given and (whole or v is True)]
+        return of, [*own, *found]
     bases = [base for n in names for base in known.bases.get(n, ())] if calls.derived else []
     if name := calls.name_in(calls.trainers, (*names, *bases)):
         of, keys = calls.trainers[name]
