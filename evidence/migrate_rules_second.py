@@ -21,11 +21,11 @@ def rloo(k, c, version: str) -> dict:
         "optimizer steps of a step": (a.ppo_epochs * a.num_minibatches, k("num_iterations", default=1) * ahead // accumulate),
         "longest completion": (c.rollout.max_new_tokens, k("max_completion_length", default=256)),
         "longest prompt": (c.data.max_prompt_tokens, k("max_prompt_length", default=2048)),  # 1.0 and later have no bound
-        "longer prompts": (c.data.overlong_prompt, "truncate" if version < "1" else "error"),
+        "longer prompts": (c.data.overlong_prompt, "truncate_left" if version < "1" else "error"),
         "sampling": ((c.rollout.temperature, c.rollout.top_p, c.rollout.top_k, c.rollout.min_p), (1.0, 1.0, -1, 0.0)),
         "advantage": ((a.advantage, a.advantage_mean, a.advantage_std, a.whiten), ("outcome", "leave_one_out", "none", False)),
         "KL": ((a.kl.coef, a.kl.estimator, a.kl.placement), (k("beta", default=0.05), "k1", "reward")),
-        "clip": ((a.clip_low, a.clip_high, a.dual_clip), (k("epsilon", default=0.2), k("epsilon_high") or k("epsilon", default=0.2), 0.0)),
+        "clip": ((a.clip_low, a.clip_high, a.dual_clip or 0.0), (k("epsilon", default=0.2), k("epsilon_high") or k("epsilon", default=0.2), 0.0)),
         "mean": (a.aggregation, "sequence_mean"),
         "cut completions": (a.mask_truncated, k("mask_truncated_completions", default=False)),
         "correction": (a.mismatch.correction, "none"),
@@ -44,7 +44,8 @@ def rloo(k, c, version: str) -> dict:
 def sft_of_pictures(k, c, version: str) -> dict:
     """RLinf at v0.2 and a3816b5: runners/sft_runner.py (max_epochs counts steps at v0.2), workers/sft/fsdp_sft_worker.py,
     megatron_vlm_sft_worker.py, hybrid_engines/fsdp/fsdp_model_manager.py. Steps of global_batch_size rows; transformers' cosine ends at
-    total_training_steps, its warm-up among them; only FSDP's worker evaluates, on val_data_paths."""
+    total_training_steps, its warm-up among them; only FSDP's worker evaluates, on val_data_paths (v0.2:
+    eval_data_paths)."""
     mega = k("actor.training_backend") == "megatron"
     o, p, s = c.optimizer, "actor.optim.", "actor.lr_sched."
     most, passes = k("runner.max_steps", default=-1), k("runner.max_epochs", default=-1)
@@ -52,10 +53,10 @@ def sft_of_pictures(k, c, version: str) -> dict:
         most, passes = passes if most < 0 else min(most, passes), -1
     warm = k(s + "lr_warmup_iters") if mega else k(p + "lr_warmup_steps")
     whole = k(s + "lr_decay_iters") if mega else k(p + "total_training_steps")
-    held = not mega and k("data.val_data_paths") is not None and k("runner.val_check_interval") > 0
+    held = not mega and k("data.eval_data_paths" if version == "0.2" else "data.val_data_paths") is not None and k("runner.val_check_interval") > 0
     return {
         "rows of a step": (c.data.prompts_per_step, k("actor.global_batch_size")),
-        "steps": (c.train.steps, max(most, 0)),
+        "steps": (c.train.steps or 0, max(most, 0)),
         "epochs": (c.data.epochs if passes > 0 else 0, max(passes, 0)),
         "learning rate": (o.lr, k(p + "lr")),
         "warm-up": (o.warmup_steps, warm),
