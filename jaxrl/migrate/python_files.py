@@ -28,8 +28,8 @@ class Calls(NamedTuple):
     one of `kinds` before it where it is imported from there (`agentic.GRPOConfig`).
 
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
-    makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional one's; None: an
-    argument that is read elsewhere.
+    makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional
+    one's; None: an argument that is read elsewhere.
     trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
     derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
     loads: function of a data set -> keys of its positional arguments and keywords.
