@@ -133,6 +133,39 @@ def test_adapters_of_a_program_have_pefts_defaults_and_those_of_flags_trls(tmp_p
     assert (c.train.param_dtype, c.train.compute_dtype, c.lora.base_dtype) == ("fp32", "bf16", "auto")
 
 
+LOADED = """
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+NAME = "a/b"
+few = BitsAndBytesConfig(load_in_4bit=True, KIND bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained(NAME, revision="abc", device_map="auto", torch_dtype=torch.bfloat16, BASE attn_implementation="sdpa")
+WRAPPED
+trainer = SFTTrainer(model=model, args=SFTConfig(max_length=512), ADAPTERS train_dataset=load_dataset("a/rows", split="train"))
+trainer.train()
+model = AutoModelForCausalLM.from_pretrained("out", dtype="float32")
+"""
+WRAP = "model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=16))"
+
+
+@pytest.mark.parametrize(("base", "kind", "wrap", "want", "lacks"), [
+    ("", "", "", (0, "none", "bf16"), []),
+    ("quantization_config=few,", "bnb_4bit_quant_type='nf4',", "", (16, "nf4", "bf16"), []),
+    ("quantization_config=few,", "", WRAP, (16, "nf4", "bf16"), ["bnb_4bit_quant_type"])])
+def test_a_model_that_a_program_loads_itself_keeps_its_dtype_revision_and_few_bits(tmp_path, base, kind, wrap, want, lacks):
+    """It is the one that the trainer is given, adapters put around it or not; what is loaded later, to try it, is another."""
+    text = LOADED.replace("KIND", kind).replace("BASE", base).replace("WRAPPED", wrap)
+    text = text.replace("ADAPTERS", "" if wrap or not base else "peft_config=LoraConfig(r=16),")
+    text = text if base else text.replace("few = Bits", "few = None and Bits")
+    status, report, out = run(tmp_path, text, "--gpus=2", name="rows.py", system="trl")
+    c = load_config(str(out / "rows.py"))
+    assert (status, c.model.path, c.model.revision) == (0, "a/b", "abc")
+    assert (c.lora.rank, c.lora.base if base else "none", c.train.param_dtype) == want
+    assert [entry["key"] for entry in report["lacks"]] == lacks and not [k for k in report["keys"] if k["kind"] == "unknown"]
+
+
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])
 def test_what_is_no_program_is_one_line(tmp_path, capsys, text):
     status, *_ = run(tmp_path, text, "--gpus=2", name="job.py", system="trl")

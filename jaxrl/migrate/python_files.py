@@ -32,6 +32,7 @@ class Calls(NamedTuple):
     one's; None: an argument that is read elsewhere.
     trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
     derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
+    loaded: arguments of `from_pretrained`, of the model that a trainer is given -> their keys, as those of configs.
     loads: function of a data set -> keys of its positional arguments and keywords.
     flags: classes whose presence says that values come from the command line.
     asks: class or function whose presence asks for something.
@@ -49,6 +50,7 @@ class Calls(NamedTuple):
     derived: str = ""
     tuples: tuple[str, ...] = ()
     enums: tuple[str, ...] = ()
+    loaded: Mapping[Any, str | None] = {}
     more: Callable[[list[ast.AST], _Known, str], Iterator[tuple[str, Any, str]]] | None = None
 
     def name_in(self, table: Mapping, names: tuple[str, ...]) -> str:
@@ -204,7 +206,10 @@ def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
     bases = [base for n in names for base in known.bases.get(n, ())] if calls.derived else []
     if name := calls.name_in(calls.trainers, (*names, *bases)):
         of, keys = calls.trainers[name]
-        return of if not settings or of else None, list(_trainer(node, known, keys, where))
+        model = next((k.value for k in node.keywords if k.arg == "model"), None)
+        loaded = known.loaded(model) if calls.loaded and model is not None else None
+        own = _keywords(loaded, known, calls.loaded, calls, where) if loaded else ()
+        return of if not settings or of else None, [*_trainer(node, known, keys, where), *own]
     name = calls.name_in(calls.loads, names)
     if name and not any(s.key in calls.loads[name][0] for s in settings):
         return None, list(_load(node, known, *calls.loads[name], where))
@@ -274,7 +279,9 @@ def _keywords(node: ast.Call, known: _Known, renamed: Mapping[Any, str | None], 
 
 
 def _read_itself(node: ast.AST, known: _Known, calls: Calls) -> bool:
-    """Whether an argument is a call that has keys of its own."""
+    """Whether an argument is a call that has keys of its own, or a name of one."""
+    named = known.names.get(node.id, []) if isinstance(node, ast.Name) else []
+    node = named[0] if len(named) == 1 else node
     return isinstance(node, ast.Call) and bool(calls.name_in(calls.configs, known.callees(node, calls.kinds)))
 
 
@@ -285,7 +292,8 @@ def _trainer(node: ast.Call, known: _Known, keys: Mapping[str, str], where: str)
             yield key.lower(), _text(keyword.value), where
         elif key:
             functions = key in ("reward_funcs", "reward_functions")
-            yield key, known.functions(keyword.value) if functions else known.value(keyword.value), where
+            value = (keyword.arg == "model" and known.loaded(keyword.value)) or keyword.value
+            yield key, known.functions(value) if functions else known.value(value), where
 
 
 def _load(node: ast.Call, known: _Known, places, keywords, where: str) -> Iterator[tuple[str, Any, str]]:
@@ -491,6 +499,23 @@ class _Known:
         if isinstance(node, ast.Name) and len(self.names.get(node.id, [])) == 1:
             node = self.names[node.id][0]
         return list(node.elts) if isinstance(node, ast.List | ast.Tuple) else [node]
+
+    def loaded(self, node: ast.AST) -> ast.Call | None:
+        """Returns the call of `from_pretrained` that a trainer's model is, of a name the last one before it; adapters
+        are put around it."""
+        line = getattr(node, "lineno", 0)
+        for _ in range(9):
+            if isinstance(node, ast.Name):
+                before = [n for n in self.names.get(node.id, []) if getattr(n, "lineno", line) < line]
+                node = max(before, key=lambda n: n.lineno, default=node)
+            if not isinstance(node, ast.Call) or not node.args:
+                return None
+            if _name(node.func).endswith("from_pretrained"):
+                return node
+            if _name(node.func).rpartition(".")[2] not in ("get_peft_model", "prepare_model_for_kbit_training"):
+                return None
+            node, line = node.args[0], node.lineno
+        return None
 
     def callees(self, node: ast.Call, kinds: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Returns the names of what is called: of a kind, its last two parts, its last one. Of f(g)(x) they are g's."""

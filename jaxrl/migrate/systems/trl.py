@@ -30,8 +30,11 @@ JOB_OF = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "CPO": "cpo"
           "GOLD": "gold", "Distillation": "distillation", "MiniLLM": "minillm", "OnlineDPO": "online_dpo", "NashMD": "nash_md", "XPO": "xpo",
           "BCO": "bco", "PRM": "prm", "PPO": "ppo", "AsyncGRPO": "async_grpo", "SDPO": "sdpo", "SDFT": "sdft", "TPO": "tpo", "SSD": "ssd"}
 CALLS = Calls(
-    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, LORA_MADE)},
+    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, LORA_MADE),
+             "BitsAndBytesConfig": ("", {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"}, {"bnb_4bit_quant_type": "fp4"})},
     trainers={f"{name}Trainer": (f"trl {job}", TRAINER) for name, job in JOB_OF.items()},
+    loaded={"": "model_init_kwargs.", "trust_remote_code": "trust_remote_code", **dict.fromkeys((
+        "device_map", "low_cpu_mem_usage", "token", "cache_dir", "local_files_only"))},
     loads={"load_dataset": (("dataset_name", "dataset_config"), {"split": "dataset_train_split", "name": "dataset_config",
                                                                  "path": "dataset_name"})},
     flags=("TrlParser", "HfArgumentParser"))
