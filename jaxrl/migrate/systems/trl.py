@@ -127,6 +127,7 @@ INERT = (
     ("debug", "a check of its own launcher"),
     ("do_eval", "eval_strategy says whether there is evaluation"),
     ("do_predict", "its trainer predicts nothing by itself"),
+    ("trackio_*", "read with report_to=trackio alone"),
     ("metric_for_best_model", "read with load_best_model_at_end alone", "greater_is_better"),
 )
 LACKS = (
