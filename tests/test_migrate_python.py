@@ -166,6 +166,36 @@ def test_a_model_that_a_program_loads_itself_keeps_its_dtype_revision_and_few_bi
     assert [entry["key"] for entry in report["lacks"]] == lacks and not [k for k in report["keys"] if k["kind"] == "unknown"]
 
 
+SURGERY = """
+from datasets import concatenate_datasets, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+tokenizer = AutoTokenizer.from_pretrained("a/b")
+model = AutoModelForCausalLM.from_pretrained("a/b")
+train = load_dataset("a/rows", split="train")
+LINE
+SFTTrainer(model=model, args=SFTConfig(max_length=8), train_dataset=train, processing_class=tokenizer)
+"""
+
+
+@pytest.mark.parametrize(("line", "asked"), [
+    ("train = train.shuffle(seed=3).select(range(1000))", "data.path"), ("few = train.take(8)", "data.path"),
+    ("train = concatenate_datasets([train, train])", "data.sources"), ("held = load_dataset('a/two')", "data.sources or eval.sets"),
+    ("tokenizer.chat_template = '{{ messages }}'", "model.chat_template"), ("model.lm_head.requires_grad_(False)", "model.frozen"),
+    ("model.lm_head.weight.requires_grad = False", "model.frozen"), ("model.resize_token_embeddings(9)", "not carried over"),
+    ("tokenizer = AutoTokenizer.from_pretrained('a/c')", "model.tokenizer"),
+    ("train = train.shuffle(seed=3)", ""), ("sizes = [1, 2].index(2)", ""),
+    ("if tokenizer.chat_template is None:\n    tokenizer.chat_template = 'x'", "")])
+def test_what_a_program_does_to_rows_tokenizer_and_model_is_asked_for(tmp_path, line, asked):
+    """No argument of a call says it, and the config would train on other rows, templates or parameters in silence."""
+    (tmp_path / "plain").mkdir(), (tmp_path / "line").mkdir()
+    _, plain, _ = run(tmp_path / "plain", SURGERY.replace("LINE", ""), "--gpus=2", name="job.py", system="trl")
+    _, report, _ = run(tmp_path / "line", SURGERY.replace("LINE", line), "--gpus=2", name="job.py", system="trl")
+    new = [text for text in report["needs_you"] if text not in plain["needs_you"]]
+    assert len(new) == bool(asked) and all(asked in text and text.startswith("job.py:") for text in new), new
+
+
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])
 def test_what_is_no_program_is_one_line(tmp_path, capsys, text):
     status, *_ = run(tmp_path, text, "--gpus=2", name="job.py", system="trl")

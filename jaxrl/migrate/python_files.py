@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl.migrate.python_notes import name_of, notes, other_tokenizer, text_of
 from jaxrl.migrate.source import Setting, Unreadable, scalar
 
 MOST = 1_000_000  # characters of a program
@@ -103,7 +104,8 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             else:
                 settings.append(Setting(key, value, place))
         names = known.callees(node, calls.kinds)
-        more += [calls.asks[name] for name in names if name in calls.asks]
+        trains = bool(calls.loaded and calls.name_in(calls.trainers, names))
+        more += [calls.asks[n] for n in names if n in calls.asks] + other_tokenizer(node, known, path.name) * trains
         if calls.derived and any(base in calls.trainers for base in known.bases.get(names[-1], ())):
             more.append(f"{names[-1]} ({path.name}:{node.lineno}) is a class of the program's own: {calls.derived}")
     found = calls.more(nodes, known, path.name) if calls.more else ()
@@ -114,10 +116,9 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
         else:
             settings = [s for s in settings if s.key != key or not s.where.endswith(OF_CLASS)]
             settings.append(Setting(key, value, place))
-    texts = (s._replace(value=str(tuple(s.value))) if s.key in calls.tuples and isinstance(s.value, list) else s
-             for s in settings)
-    settings, twice = _once(list(texts))
-    names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
+    listed = lambda s: s.key in calls.tuples and isinstance(s.value, list)  # noqa: E731
+    settings, twice = _once([s._replace(value=str(tuple(s.value))) if listed(s) else s for s in settings])
+    names = {name_of(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
         raise Unreadable(path.name, "", "starts no trainer: no config class or trainer is called")
     if unread := sorted(set(environment) - first.used - known.used):
@@ -125,7 +126,7 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
         raise Unreadable("the command line", unread[0], what)
     read = {s.key for s in settings}
     computed = [pair for key, pair in asked.items() if key not in read] + twice
-    texts = [*dict.fromkeys(more), *_changed_rows(nodes, path.name)]
+    texts = [*dict.fromkeys(more), *notes(nodes, calls.loads, bool(calls.loaded), path.name)]
     if names & set(calls.flags):
         texts.insert(
             0,
@@ -134,21 +135,6 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             "the script (.sh) that starts it",
         )
     return _by_cells(path, Program(command, settings, computed, texts))
-
-
-def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
-    """Returns what is asked of rows that a program changes."""
-    return [
-        f"{file}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, and name "
-        "it in data.path"
-        for n in nodes
-        if isinstance(n, ast.Call)
-        and isinstance(n.func, ast.Attribute)
-        and n.func.attr in ("map", "filter")
-        and n.args
-        and isinstance(n.func.value, ast.Name)
-        and "data" in n.func.value.id
-    ]
 
 
 def _cells(path: Path, text: str) -> str:
@@ -228,7 +214,7 @@ def _assigned(nodes: list[ast.AST], known: _Known, calls: Calls, file: str) -> I
         name = calls.name_in(calls.configs, known.callees(value, calls.kinds))
         if isinstance(target, ast.Name) and name:
             configs[target.id] = calls.configs[name][1]
-        elif _name(value.func).rpartition(".")[2].startswith("parse_args"):
+        elif name_of(value.func).rpartition(".")[2].startswith("parse_args"):
             parsed |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
     for target, value in assigned:
         of = target.value.id if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) else ""
@@ -268,7 +254,7 @@ def _keywords(node: ast.Call, known: _Known, renamed: Mapping[Any, str | None], 
         if keyword.arg is None:
             entries = known.entries(keyword.value)
             if entries is None:
-                yield before + "**", Computed(_text(keyword.value)), place
+                yield before + "**", Computed(text_of(keyword.value)), place
             for name, value in entries or ():
                 if (key := renamed.get(name, before + name)) is not None:
                     yield key, known.value(value), place
@@ -289,7 +275,7 @@ def _trainer(node: ast.Call, known: _Known, keys: Mapping[str, str], where: str)
     for keyword in node.keywords:
         key = keys.get(str(keyword.arg), "")
         if key.isupper():
-            yield key.lower(), _text(keyword.value), where
+            yield key.lower(), text_of(keyword.value), where
         elif key:
             functions = key in ("reward_funcs", "reward_functions")
             value = (keyword.arg == "model" and known.loaded(keyword.value)) or keyword.value
@@ -339,10 +325,10 @@ class _Known:
                 self.names.setdefault(node.target.id, []).extend((node, node))  # not one value
             elif isinstance(node, ast.ClassDef):
                 self._dataclass(node)
-                self.bases[node.name] = [_name(base).rpartition(".")[2] for base in node.bases]
+                self.bases[node.name] = [name_of(base).rpartition(".")[2] for base in node.bases]
             elif _changed(node):
                 self.names.setdefault(_changed(node), []).extend((node, node))
-            elif isinstance(node, ast.Call) and _name(node.func).endswith("add_argument"):
+            elif isinstance(node, ast.Call) and name_of(node.func).endswith("add_argument"):
                 self._argument(node)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.local.add(node.name)
@@ -384,7 +370,7 @@ class _Known:
         try:
             return self._value(node, depth)
         except (Computed, RecursionError) as e:
-            computed = Computed(_text(node))
+            computed = Computed(text_of(node))
             computed.by = str(e)
             return computed
 
@@ -410,7 +396,7 @@ class _Known:
                 return _arithmetic(type(node.op), a, b)
         if isinstance(node, ast.IfExp) and self.decided(node.test) is not None:
             return self._value(node.body if self.decided(node.test) else node.orelse, depth + 1)
-        if isinstance(node, ast.Subscript) and _name(node.value) == "os.environ":
+        if isinstance(node, ast.Subscript) and name_of(node.value) == "os.environ":
             return self._variable(self._value(node.slice, depth + 1))
         if isinstance(node, ast.Subscript):
             at, parts = self._value(node.slice, depth + 1), self.parts(node.value)
@@ -422,23 +408,23 @@ class _Known:
         if isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
             return "".join(str(self._value(p, depth + 1)) for p in parts)
-        if isinstance(node, ast.Attribute) and _name(node.value).rpartition(".")[2] in self.enums:
+        if isinstance(node, ast.Attribute) and name_of(node.value).rpartition(".")[2] in self.enums:
             return node.attr
         if isinstance(node, ast.Name | ast.Attribute):
             named = isinstance(node, ast.Name)
             found = self.names.get(node.id, []) if named else self.fields.get(node.attr, [])
             if len(found) == 1:
                 return self._value(found[0], depth + 1)
-            if not named and _name(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
+            if not named and name_of(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
                 return node.attr
-        raise Computed(_text(node))
+        raise Computed(text_of(node))
 
     def _called(self, node: ast.Call, depth: int) -> Any:
         """Returns what a call makes of literals: dict(), int(), a variable of the environment, a product, a path."""
-        name, args = _name(node.func), node.args
+        name, args = name_of(node.func), node.args
         if name == "dict" and not args and all(k.arg for k in node.keywords):
             return {str(k.arg): self._value(k.value, depth + 1) for k in node.keywords}
-        if _text(node) in DEVICES and self.devices:
+        if text_of(node) in DEVICES and self.devices:
             return self.devices
         if name in ("os.getenv", "getenv", "os.environ.get", "environ.get") and args:
             default = next((k.value for k in node.keywords if k.arg == "default"), args[1] if len(args) > 1 else None)
@@ -454,7 +440,7 @@ class _Known:
             return math.prod(values[0])
         if name == "os.path.join" and values and all(isinstance(v, str) for v in values):
             return posixpath.join(*values)
-        raise Computed(_text(node))
+        raise Computed(text_of(node))
 
     def _variable(self, name, default: ast.AST | None = None, depth: int = 0) -> Any:
         """Returns a variable of the environment as it is given, or its default."""
@@ -510,9 +496,9 @@ class _Known:
                 node = max(before, key=lambda n: n.lineno, default=node)
             if not isinstance(node, ast.Call) or not node.args:
                 return None
-            if _name(node.func).endswith("from_pretrained"):
+            if name_of(node.func).endswith("from_pretrained"):
                 return node
-            if _name(node.func).rpartition(".")[2] not in ("get_peft_model", "prepare_model_for_kbit_training"):
+            if name_of(node.func).rpartition(".")[2] not in ("get_peft_model", "prepare_model_for_kbit_training"):
                 return None
             node, line = node.args[0], node.lineno
         return None
@@ -522,7 +508,7 @@ class _Known:
         func = node.func
         if isinstance(func, ast.Call) and func.args:
             func = func.args[0]
-        full = _name(func)
+        full = name_of(func)
         root, _, rest = full.partition(".")
         place = self.imported.get(root, root) + ("." + rest if rest else "")
         last = full.rpartition(".")[2]
@@ -546,11 +532,11 @@ class _Known:
                 out.append(place.rpartition(".")[2] if place.startswith("trl.") else place)
             elif isinstance(n, ast.Constant) and isinstance(n.value, str):
                 out.append(n.value)
-            elif isinstance(n, ast.Attribute) and _name(n).partition(".")[0] in self.imported:
-                root, _, rest = _name(n).partition(".")
+            elif isinstance(n, ast.Attribute) and name_of(n).partition(".")[0] in self.imported:
+                root, _, rest = name_of(n).partition(".")
                 out.append(f"{self.imported[root]}.{rest}")
             else:
-                return Computed(_text(node))
+                return Computed(text_of(node))
         return next((o for o in out if isinstance(o, Computed)), out)
 
 
@@ -571,22 +557,7 @@ def _arithmetic(kind: type, a, b):
 def _changed(node: ast.AST) -> str:
     """Returns the name whose entries a statement sets (x["a"] = 1, x.update(...)), or ""."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        return _name(node.targets[0].value)
+        return name_of(node.targets[0].value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("update", "pop"):
-        return _name(node.func.value)
+        return name_of(node.func.value)
     return ""
-
-
-def _name(node: ast.AST) -> str:
-    """Returns `a.b` of names and attributes."""
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _text(node: ast.AST) -> str:
-    try:
-        text = " ".join(ast.unparse(node).split())
-    except (RecursionError, ValueError, AttributeError):
-        text = type(node).__name__
-    return text if len(text) <= 60 else text[:57] + "..."
