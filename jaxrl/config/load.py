@@ -370,12 +370,13 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 
-def redacted_text(text: str) -> str:
-    """Returns a text without secrets: what looks like one is replaced."""
+def redacted_text(text: str, prose: bool = False) -> str:
+    """Returns a text without secrets: what looks like one is replaced. prose: sentences of jaxrl's own about keys, in
+    which `my_key: words` is no header."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)
-    for pattern in (_HEADER, _FLAG):
+    for pattern in (_FLAG,) if prose else (_HEADER, _FLAG):
         text = pattern.sub(lambda m: f"{m[1]}{m[2]}<redacted>" if is_secret(m[1]) else m[0], text)
     return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
 
@@ -387,8 +388,8 @@ def redacted(cfg) -> dict:
     return redacted_tree(json.loads(cfg.to_json_best_effort()))
 
 
-def redacted_tree(node) -> Any:
-    """Returns plain data, nested as it is, without secrets: see `redacted`."""
+def redacted_tree(node, prose: bool = False) -> Any:
+    """Returns plain data, nested as it is, without secrets: see `redacted`, and `redacted_text` for prose."""
 
     def hidden(node):
         if isinstance(node, dict):
@@ -398,12 +399,13 @@ def redacted_tree(node) -> Any:
         return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
 
     if isinstance(node, dict):
-        return {k: hidden(v) if is_secret(str(k)) else redacted_tree(v) for k, v in node.items()}
+        return {k: hidden(v) if is_secret(str(k)) else redacted_tree(v, prose) for k, v in node.items()}
     if isinstance(node, list | tuple):  # of a command line: --api-key, its value
         flags = [None, *node[:-1]]
         after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
-        return type(node)(hidden(v) if secret else redacted_tree(v) for v, secret in zip(node, after, strict=False))
-    return redacted_text(node) if isinstance(node, str) else node
+        walked = zip(node, after, strict=False)
+        return type(node)(hidden(v) if secret else redacted_tree(v, prose) for v, secret in walked)
+    return redacted_text(node, prose) if isinstance(node, str) else node
 
 
 def flat(table: dict, prefix: str = "") -> dict:

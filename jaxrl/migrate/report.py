@@ -199,7 +199,7 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
             "plan": f"{run} --config.run.mode=plan --config.plan.target={target}{left_out(m)}",
         },
     }
-    return redacted_tree(data)
+    return redacted_tree(data, prose=True)
 
 
 def without(m: Migration) -> str:
