@@ -1,6 +1,6 @@
 """Showing 1, 2 and 5 of the migration: example configs of other systems at named commits, read by jaxrl.migrate.
 
-    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl]     # half a minute
+    python evidence/migrate_corpus.py --clones=DIR [--seeds=DIR] [--systems=skyrl,verl] [--since=COMMIT]     # half a minute
 
 DIR holds git clones named owner+name, with their history. Their files are taken from git into a temporary folder and are
 never committed here (licences, size). For every config:
@@ -21,6 +21,7 @@ never committed here (licences, size). For every config:
 migrate_plans.py plans the written ones.
 
 With --seeds, a folder of the reference documents: every block of YAML in them is read, too, and must not end in a trace.
+--since, a commit of this repository: the outcomes of the configs that stood here at it, then and now.
 Exits with 1 where one of this does not hold.
 """
 
@@ -52,6 +53,7 @@ from migrate_rules import RULES, Keys, _settled, images  # noqa: E402
 from migrate_rules_agentic import AGENTIC, agentic_keys, tunix, tunix_keys  # noqa: E402
 from migrate_rules_images import seen  # noqa: E402
 from migrate_rules_jobs import JOBS  # noqa: E402
+from migrate_rules_rloo import AGAIN  # noqa: E402
 from migrate_rules_second import SECOND  # noqa: E402
 
 from jaxrl.config.load import load_config  # noqa: E402
@@ -224,6 +226,7 @@ DRAWN = {  # at random (random.Random(45)) from tags and from twelve commits of 
 for _system, _entries in DRAWN.items():
     _repository = CORPUS[_system][0][0]
     CORPUS[_system] += [(_repository, at, version, [f"examples/{n}" for n in names]) for at, version, names in _entries]
+OUTCOMES = ("full", "partial", "refused", "unreadable")
 GPUS = {"trl": 8}  # the scripts' own, which their YAML does not say: a node of eight
 UNREADABLE = {"agentic_val_sokoban_async_16gpus.yaml": "no key max_actions_per_traj is set"}  # nor in the files that it includes
 
@@ -348,6 +351,8 @@ def problems(system: str, file: Path, root: Path, version: str, out: Path) -> tu
             whole = tunix_keys(mine, root) if rules is tunix else agentic_keys(file) if rules in AGENTIC.values() else mine
             wrong += differ(images(system, Keys(mine), config, version))
             wrong += [f"by other rules: {text}" for text in differ(seen(system, Keys(mine), config, version, report, out))]
+            if second := AGAIN.get((system, report["job"])):
+                wrong += [f"by second rules: {text}" for text in differ(second(Keys(mine), config, version))]
             if rules:  # of Cosmos-RL's other jobs there are none yet
                 wrong += differ(rules(Keys(whole), config, version))
             report["model"] = config.model.path
@@ -485,12 +490,28 @@ def documents(folder: Path) -> list[dict]:
     return rows
 
 
+def corpus_at(commit: str) -> tuple[set[tuple[str, str, str]], dict]:
+    """The configs (repository, commit, file) that CORPUS had at a commit of this repository, and their outcomes as recorded then."""
+
+    def text(path: str) -> str:
+        return subprocess.run(["git", "show", f"{commit}:./{path}"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
+
+    value = next(n.value for n in ast.parse(text("migrate_corpus.py")).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CORPUS")
+    corpus = eval(compile(ast.Expression(value), "CORPUS", "eval"))
+    rows = [row for name, row in json.loads(text("results/migrate_corpus.json"))["results"].items() if name in corpus]
+    return ({(repository, at, name) for entries in corpus.values() for repository, at, _, names in entries for name in names},
+            {o: sum(row.get(o, 0) for row in rows) for o in ("configs", *OUTCOMES)})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clones", type=Path, required=True)
     parser.add_argument("--seeds", type=Path)
     parser.add_argument("--systems", default=",".join(CORPUS))
+    parser.add_argument("--since", default="0dfe9509")
     args = parser.parse_args()
+    earlier, then = corpus_at(args.since)
+    now: Counter = Counter()
     results, bad = {}, 0
     for system in args.systems.split(","):
         outcomes, wrong, count, seconds = Counter(), {}, 0, None
@@ -503,6 +524,7 @@ def main() -> int:
                     label = f"{repository}@{commit_}:{name}"
                     outcome, found, _ = problems(system, root / name, root, version, Path(tmp) / f"out{i}")
                     outcomes[outcome] += 1
+                    now[outcome] += (repository, commit_, name) in earlier
                     count += 1
                     if found:
                         wrong[label] = found
@@ -515,8 +537,8 @@ def main() -> int:
         bad += len(wrong)
         for name, found in wrong.items():
             print(name, *found, sep="\n    ")
-    table(["system", "configs", "full", "partial", "refused", "unreadable", "wrong", "seconds"],
-          [[s, r["configs"], *(r.get(o, 0) for o in ("full", "partial", "refused", "unreadable")), len(r["wrong"]), r["seconds"]]
+    table(["system", "configs", *OUTCOMES, "wrong", "seconds"],
+          [[s, r["configs"], *(r.get(o, 0) for o in OUTCOMES), len(r["wrong"]), r["seconds"]]
            for s, r in results.items()])
     rows = by_rows(args.clones, args.systems.split(","))
     for name, (_, _, found) in rows.items():
@@ -529,6 +551,8 @@ def main() -> int:
         results["documents"] = documents(args.seeds)
         print(*results["documents"], sep="\n")
         bad += sum(bool(r.get("missing") or r.get("unknown")) for r in results["documents"])
+    results["since"] = {"commit": args.since, "then": then, "now": {"configs": sum(now.values()), **{o: now[o] for o in OUTCOMES}}}
+    print(results["since"])
     record("migrate_corpus", results)
     return int(bool(bad))
 

@@ -361,6 +361,7 @@ INNOCENT = [
     "python -m jaxrl.main --config=configs/grpo.py", "tokens: 12345678", "step 1/20 loss 0.5", '{"tokenizer": "Qwen/Qwen2.5-0.5B"}',
     "sigma=0.1", "policy_loss=clip", "signature of the function", "s3://bucket/folder", "x-ray: 1234567", "key=answer_key",
     "https://huggingface.co/datasets/openai/gsm8k", "prompt_token_ids=[1, 2, 3]", "https://host/x?policy_version=3",
+    "multi-token prediction", "the next-token loss",
 ]
 
 

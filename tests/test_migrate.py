@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.tiers import first_cases
 
-from jaxrl.config.load import load_config
+from jaxrl.config.load import is_secret, load_config
 from jaxrl.config.schema import free_tables, options
 from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.models import trained
@@ -637,6 +637,27 @@ def test_secrets_are_not_in_reports_and_texts_do_not_become_code(tmp_path):
     status, report, out = run(tmp_path, SCRIPT, "trainer.wandb_api_key=abcdef", f"trainer.project_name='{evil}'")
     assert status == 0 and "abcdef" not in (out / "report.json").read_text() + (out / "report.md").read_text()
     assert load_config(str(out / "job.py")).log.wandb_project.startswith("x'); import os")
+
+
+SECRET = re.compile(r"(^|_)token$|_pem$|(^|_)(password|secrets?|credentials?|credentials_json|authorization|private_key)$|api_?key$|"
+                    r"access_key_(id|secret)$|credential_path$")
+
+
+@pytest.mark.parametrize("system", tables())
+def test_names_that_are_redacted_are_those_of_secrets(system):
+    """Columns of data (choice_key, image_key) and counts (chars_per_token) are shown, in every key that a system has or had."""
+    names = {name.rpartition(".")[2] for key in table_of(system).keys() for name in key.names()} | names_of(table_of(system).name).leaves
+    hidden = {re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower() for name in names if is_secret(name)}
+    shown = {name for name in names if re.search("_(key|token)$", name)} - {name for name in names if is_secret(name)}
+    assert all(SECRET.search(name) for name in hidden), {name for name in hidden if not SECRET.search(name)}
+    assert not any(re.search(r"api|secret|private|access|^(hub|github|hf)_", name) for name in shown), shown
+    assert (hidden or system == "tunix" or "/" in system) and not is_secret("choice_key") and is_secret("my_choice_api_key")
+
+
+def test_secrets_within_values_are_not_in_reports(tmp_path):
+    url = "trainer.logger='https://me:abcdef@host/x'"
+    status, report, out = run(tmp_path, SCRIPT, url)
+    assert status == 0 and "abcdef" not in (out / "report.json").read_text() + (out / "report.md").read_text()
 
 
 def test_commands_of_a_script_that_calls_another(tmp_path):

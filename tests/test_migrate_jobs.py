@@ -295,6 +295,12 @@ def test_the_nodes_of_torchrun_count(nodes, gpus, tmp_path):
     assert report["facts"]["GPUs"] == gpus and f"--config.plan.target=h100:{gpus}" in report["commands"]["plan"]
 
 
+def test_a_key_of_another_job_is_said_to_be_one():
+    """It is where it belongs: the note names no other place."""
+    notes = {r.key: (r.kind, r.note) for r in migrated("trl/sft", {"cpo_alpha": 0.5, "max_length": 8, "trackio_space_id": "a/b"}, gpus=1).records()}
+    assert notes["cpo_alpha"] == ("unknown", "of TRL, but not read for this job") and notes["trackio_space_id"][0] == "inert"
+
+
 def test_a_key_of_the_top_level_within_a_table_is_unknown():
     for system, settings, key in (("roll", PAIRS, "reference.ipo"), ("roll", STUDENT, "teacher.kd_objective"),
                                   ("skyrl", {"max_length": 64}, "optimizer_config.batch_size")):

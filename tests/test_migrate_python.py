@@ -65,8 +65,8 @@ def test_literals_are_read_and_what_is_computed_is_asked_for(tmp_path, monkeypat
         "dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "train", "output_dir": "runs/someone/small-grpo",
         "learning_rate": 2e-6, "seed": 3, "max_steps": 50, "num_generations": 8, "per_device_train_batch_size": 8,
         "lr_scheduler_kwargs.min_lr_rate": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "model_name_or_path": "someone/small",
-        "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0,
-        "lora_target_modules": ["q_proj", "v_proj"], "max_completion_length": 128, "temperature": 0.7}
+        "reward_funcs": ["accuracy_reward", "job.short"], "use_peft": True, "lora_r": 16, "lora_alpha": 32,
+        "lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "max_completion_length": 128, "temperature": 0.7}
     asked = [text.partition(" is computed")[0] for text in report["needs_you"] if " is computed" in text]
     assert asked == ["bf16=torch.cuda.is_available()"]
     assert any("rows are changed in Python, data.map(" in text for text in report["needs_you"])
@@ -140,6 +140,81 @@ def test_rows_that_a_commands_program_changes_are_asked_for(tmp_path):
         _, report, _ = run(tmp_path, text, name="job.sh", system="trl")
         asked = [need for need in report["needs_you"] if need.startswith("train.py:2: rows are changed in Python, ")]
         assert len(asked) == changed, report["needs_you"]
+@pytest.mark.parametrize(("call", "given", "want"), [
+    ("LoraConfig()", (), (8, 8.0, 0.0)), ("LoraConfig(r=32, lora_dropout=0.1)", (), (32, 8.0, 0.1)),
+    ("LoraConfig(lora_alpha=size())", ("lora_alpha=24",), (8, 24.0, 0.0)), ("LoraConfig(**more)", ("lora_r=4",), (4, 32.0, 0.05))])
+def test_adapters_of_a_program_have_pefts_defaults_and_those_of_flags_trls(tmp_path, call, given, want):
+    """16, 32 and 0.05 are of TRL's flags (ModelConfig); PEFT upcasts adapters on a base in bf16."""
+    text = ("from peft import LoraConfig\nfrom trl import SFTConfig, SFTTrainer\nargs = SFTConfig(max_length=512, "
+            "model_init_kwargs={'dtype': 'bfloat16'})\n"
+            f"SFTTrainer(model='a/b', args=args, peft_config={call}, train_dataset=load_dataset('a/rows'))\n")
+    status, _, out = run(tmp_path, text, "--gpus=2", *given, name="rows.py", system="trl")
+    c = load_config(str(out / "rows.py"))
+    assert (status, (c.lora.rank, c.lora.alpha, c.lora.dropout)) == (0, want)
+    assert (c.train.param_dtype, c.train.compute_dtype, c.lora.base_dtype) == ("fp32", "bf16", "auto")
+
+
+LOADED = """
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+NAME = "a/b"
+few = BitsAndBytesConfig(load_in_4bit=True, KIND bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained(NAME, revision="abc", device_map="auto", torch_dtype=torch.bfloat16, BASE attn_implementation="sdpa")
+WRAPPED
+trainer = SFTTrainer(model=model, args=SFTConfig(max_length=512), ADAPTERS train_dataset=load_dataset("a/rows", split="train"))
+trainer.train()
+model = AutoModelForCausalLM.from_pretrained("out", dtype="float32")
+"""
+WRAP = "model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=16))"
+
+
+@pytest.mark.parametrize(("base", "kind", "wrap", "want", "lacks"), [
+    ("", "", "", (0, "none", "bf16"), []),
+    ("quantization_config=few,", "bnb_4bit_quant_type='nf4',", "", (16, "nf4", "bf16"), []),
+    ("quantization_config=few,", "", WRAP, (16, "nf4", "bf16"), ["bnb_4bit_quant_type"])])
+def test_a_model_that_a_program_loads_itself_keeps_its_dtype_revision_and_few_bits(tmp_path, base, kind, wrap, want, lacks):
+    """It is the one that the trainer is given, adapters put around it or not; what is loaded later, to try it, is another."""
+    text = LOADED.replace("KIND", kind).replace("BASE", base).replace("WRAPPED", wrap)
+    text = text.replace("ADAPTERS", "" if wrap or not base else "peft_config=LoraConfig(r=16),")
+    text = text if base else text.replace("few = Bits", "few = None and Bits")
+    status, report, out = run(tmp_path, text, "--gpus=2", name="rows.py", system="trl")
+    c = load_config(str(out / "rows.py"))
+    assert (status, c.model.path, c.model.revision) == (0, "a/b", "abc")
+    assert (c.lora.rank, c.lora.base if base else "none", c.train.param_dtype) == want
+    assert [entry["key"] for entry in report["lacks"]] == lacks and not [k for k in report["keys"] if k["kind"] == "unknown"]
+
+
+SURGERY = """
+from datasets import concatenate_datasets, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+tokenizer = AutoTokenizer.from_pretrained("a/b")
+model = AutoModelForCausalLM.from_pretrained("a/b")
+train = load_dataset("a/rows", split="train")
+LINE
+SFTTrainer(model=model, args=SFTConfig(max_length=8), train_dataset=train, processing_class=tokenizer)
+"""
+
+
+@pytest.mark.parametrize(("line", "asked"), [
+    ("train = train.shuffle(seed=3).select(range(1000))", "data.path"), ("few = train.take(8)", "data.path"),
+    ("train = concatenate_datasets([train, train])", "data.sources"), ("held = load_dataset('a/two')", "data.sources or eval.sets"),
+    ("tokenizer.chat_template = '{{ messages }}'", "model.chat_template"), ("model.lm_head.requires_grad_(False)", "model.frozen"),
+    ("model.lm_head.weight.requires_grad = False", "model.frozen"), ("model.resize_token_embeddings(9)", "not carried over"),
+    ("tokenizer = AutoTokenizer.from_pretrained('a/c')", "model.tokenizer"),
+    ("train = train.shuffle(seed=3)", ""), ("sizes = [1, 2].index(2)", ""),
+    ("if tokenizer.chat_template is None:\n    tokenizer.chat_template = 'x'", "")])
+def test_what_a_program_does_to_rows_tokenizer_and_model_is_asked_for(tmp_path, line, asked):
+    """No argument of a call says it, and the config would train on other rows, templates or parameters in silence."""
+    (tmp_path / "plain").mkdir(), (tmp_path / "line").mkdir()
+    _, plain, _ = run(tmp_path / "plain", SURGERY.replace("LINE", ""), "--gpus=2", name="job.py", system="trl")
+    _, report, _ = run(tmp_path / "line", SURGERY.replace("LINE", line), "--gpus=2", name="job.py", system="trl")
+    new = [text for text in report["needs_you"] if text not in plain["needs_you"]]
+    assert len(new) == bool(asked) and all(asked in text and text.startswith("job.py:") for text in new), new
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = " + "(" * 3000, "\0"])

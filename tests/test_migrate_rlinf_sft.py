@@ -138,3 +138,12 @@ def test_backends_and_batches_that_rlinf_refuses_are_unreadable():
 def test_robots_are_no_such_job():
     m = migrated("rlinf", {**table_of("rlinf").required, "runner.task_type": "sft", "actor.model.action_dim": 7, "actor.model.num_action_chunks": 8})
     assert m.outcome(False) == "refused" and m.table.job == ""
+
+
+def test_sft_of_another_model_is_refused_and_a_job_without_a_model_asks_for_it(tmp_path):
+    """RLinf trains classifiers of pictures with the same runner; their files name no checkpoint."""
+    other = JOB.replace("model_path: /m/Qwen2.5-VL-3B-Instruct, model_type: qwen2.5_vl", "model_path: null, model_type: resnet")
+    status, report, _ = run(tmp_path, other, name="job.yaml", system="rlinf")
+    assert (status, [e["key"] for e in report["lacks"]]) == (3, ["actor.model.model_type"])
+    status, report, _ = run(tmp_path, JOB.replace("model_path: /m/Qwen2.5-VL-3B-Instruct, ", ""), name="job.yaml", system="rlinf")
+    assert (status, report["outcome"]) == (0, "partial") and any("name the model in model.path" in text for text in report["needs_you"])

@@ -246,6 +246,66 @@ def test_the_judges_server_and_sampling_come_along():
     assert {r.kind for r in m.records() if r.key.startswith("rewards.j.generating_args")} == {"inert"}
 
 
+def several(first: dict, second: dict, **more):
+    """A job whose domains a and b are judged, each by settings of its own."""
+    rows = {f"rewards.{d}.{k}": v for d, own in (("a", first), ("b", second)) for k, v in {**JUDGE, "tag_included": [f"t_{d}"], **own}.items()
+            if v is not None}
+    shares = {f"actor_train.data_args.domain_interleave_probs.{d}": s for d, s in (("a", 0.5), ("b", 0.3), ("m", 0.2))}
+    places = {"actor_train.device_mapping": "[0, 1, 2, 3]", "actor_infer.device_mapping": "[4]", "rewards.m.worker_cls": "MathRuleRewardWorker",
+              "rewards.m.tag_included": ["t_m"], "actor_train.training_args.gradient_accumulation_steps": 16}
+    return migrated({**BATCH, **places, **shares, **rows, "actor_train.data_args.file_name": ["r.jsonl"], **more})
+
+
+def test_judges_of_different_settings_are_rewards_of_their_own(tmp_path):
+    """None is taken for all: model, sampling, engine, devices and prompt are each judge's own."""
+    other = {"model_args.model_name_or_path": "b/judge", "generating_args.temperature": 0.9, "generating_args.max_new_tokens": None,
+             "device_mapping": "[5]", "judge_prompt": "B", "strategy_args.strategy_config.max_model_len": 4096}
+    m = several({"device_mapping": "[6, 7]"}, other)
+    v = values(m)
+    assert v["reward.functions"] == ("./job_reward.py:score", "judge_a", "judge_b") and not any(o.startswith("reward.judge.") for o in v)
+    a, b = v["reward.judges.judge_a"], v["reward.judges.judge_b"]
+    assert (a["model"], a["extra"]["temperature"], a["max_new_tokens"], a["devices"]) == ("a/judge", 0.3, 100, "6,7")
+    assert (b["model"], b["extra"]["temperature"], b["devices"]) == ("b/judge", 0.9, "5") and "max_new_tokens" not in b
+    assert (a["server_args"]["max_model_len"], b["server_args"]["max_model_len"]) == (8192, 4096)
+    assert [v[f"data.sources.{d}"]["rewards"] for d in "abm"] == [["judge_a"], ["judge_b"], ["score"]]
+    assert {"job_judge_a.txt", "job_judge_b.txt"} < set(m.files)
+    assert [text.partition(":")[0] for text in m.needs_you if "prompt_maps['B']" in text] == ["job_judge_b.txt"]
+    kinds = {r.key: (r.kind, list(r.targets)) for r in m.records()}
+    assert kinds["rewards.b.device_mapping"] == kinds["rewards.b.judge_prompt"] == ("equivalent", ["reward.judges.judge_b"])
+    assert any("judge_a, judge_b (reward.judges)" in text for text in m.different)
+    m = several({"device_mapping": "[6, 7]"}, {**other, "device_mapping": "[7]"})  # one GPU for two servers
+    assert any(text.startswith("reward.judges.judge_b.devices") for text in m.needs_you) and "devices" not in values(m)["reward.judges.judge_b"]
+    m = several({}, {"judge_model_type": "api", "judge_api_url": "http://b/v1", "judge_model_name": "b"})
+    assert values(m)["reward.judges.judge_b"]["servers"] == ("http://b/v1",) and "servers" not in values(m)["reward.judges.judge_a"]
+    m = several({}, {})
+    assert values(m)["reward.functions"] == ("./job_reward.py:score", "judge") and values(m)["data.sources.b"]["rewards"] == ["judge"]
+
+
+def test_a_config_with_two_judges_passes_the_checks(tmp_path):
+    judge = "worker_cls: a.LLMJudgeRewardWorker, judge_model_type: inference"
+    (tmp_path / "job.yaml").write_text(CONFIG.replace("domain_interleave_probs: {math_rule: 1.0}", "domain_interleave_probs: {a: 1.0, b: 2.0}") + f"""
+  a: {{{judge}, tag_included: [x], model_args: {{model_name_or_path: a/judge}}, generating_args: {{temperature: 0.1}}}}
+  b: {{{judge}, tag_included: [y], model_args: {{model_name_or_path: b/judge}}}}
+""".replace("{{", "{"))
+    assert command.main(["roll", str(tmp_path / "job.yaml"), f"--out={tmp_path}"]) == 0
+    c = load_config(str(tmp_path / "job.py"))
+    assert c.reward.judges.judge_a.extra.temperature == 0.1 and c.reward.judges.judge_b.prompt_file.startswith(str(tmp_path))
+    check(c)
+
+
+def test_rows_of_domains_without_a_share_are_left_out_and_a_filter_of_one_domain_is_named():
+    rows = {"rewards.m.worker_cls": "MathRuleRewardWorker", "rewards.m.tag_included": ["t_m"], "rewards.i.worker_cls": "GeneralRuleRewardWorker",
+            "rewards.i.tag_included": ["t_i"], "actor_train.data_args.domain_interleave_probs.m": 1.0,
+            "actor_train.data_args.file_name": ["r.jsonl"]}
+    m = migrated({**BATCH, **rows}, gpus=8)
+    assert values(m)["data.sources.m"]["where"] == {"tag": ["t_m"]} and "data.sources.i" not in values(m)
+    assert "data.sources.m" not in values(migrated({k: v for k, v in {**BATCH, **rows}.items() if ".i." not in k}, gpus=8))
+    kept = {"rewards.m.query_filter_config.type": "std_filter", "rewards.m.query_filter_config.filter_args.std_threshold": 0}
+    assert [(k, "i" in why) for k, why, _ in migrated({**BATCH, **rows, **kept}, gpus=8).lacking] == [("rewards.m.query_filter_config.type", True)]
+    both = {key.replace(".m.", ".i."): value for key, value in kept.items()}
+    assert not migrated({**BATCH, **rows, **kept, **both}, gpus=8).lacking
+
+
 def test_a_critic_that_learns_in_another_dtype_is_named():
     fsdp = {"strategy_args.strategy_name": "fsdp2_train", "strategy_args.strategy_config.param_dtype": "bf16"}
     critic, policy = ({f"{role}.{k}": v for k, v in fsdp.items()} for role in ("critic", "actor_train"))

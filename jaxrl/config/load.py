@@ -336,11 +336,14 @@ _SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credential
                      r"(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
 _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|"
                        r"boi|eoi|boa|eoa|fim|tool|"
-                       r"prefix|suffix|middle|special|decoder_start|per|max|min|num|last|first|next|new)_token"
-                       r"|(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
+                       r"prefix|suffix|middle|special|decoder_start|(.+_)?per|(max|min|balance)(_.+)?|num|last|first|"
+                       r"next|new)_token"
+                       r"|((data|reward|input|output|main|extra|view|wrist|node)_)*"
+                       r"(sort|group|primary|foreign|answer|prompt|label|column|row|cache|dict|index|image|"
                        r"text|data|dataset|metric|score|chosen|rejected|question|response|query|system|tools|"
-                       r"enable_thinking|"
-                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition)_key")
+                       r"enable_thinking|choice|audio|video|source|fn|reward_model|teacher|solution|input|output|"
+                       r"caption|camera|state|action|arm|unnorm|count|sum|instance|instance_id|route|selector|"
+                       r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition|(.+_)?per)_key")
 # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
 _IN_TEXT = (
     (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
@@ -358,7 +361,7 @@ _IN_TEXT = (
 _NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
 _QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")  # of JSON, of a dict
 _HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value
-_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
+_FLAG = re.compile(r"((?<![\w-])--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
 
 
 def is_secret(name: str) -> bool:
@@ -367,12 +370,13 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 
-def redacted_text(text: str) -> str:
-    """Returns a text without secrets: what looks like one is replaced."""
+def redacted_text(text: str, prose: bool = False) -> str:
+    """Returns a text without secrets: what looks like one is replaced. prose: sentences of jaxrl's own about keys, in
+    which `my_key: words` is no header."""
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)
-    for pattern in (_HEADER, _FLAG):
+    for pattern in (_FLAG,) if prose else (_HEADER, _FLAG):
         text = pattern.sub(lambda m: f"{m[1]}{m[2]}<redacted>" if is_secret(m[1]) else m[0], text)
     return _NAMED.sub(lambda m: f"{m[1]}=<redacted>" if is_secret(m[1]) else m[0], text)
 
@@ -381,24 +385,27 @@ def redacted(cfg) -> dict:
     """Returns the config as plain dicts without secrets: values under secret-looking names, and secret-looking
     parts of any text.
     """
+    return redacted_tree(json.loads(cfg.to_json_best_effort()))
+
+
+def redacted_tree(node, prose: bool = False) -> Any:
+    """Returns plain data, nested as it is, without secrets: see `redacted`, and `redacted_text` for prose."""
 
     def hidden(node):
         if isinstance(node, dict):
             return {k: hidden(v) for k, v in node.items()}
-        if isinstance(node, list):
-            return [hidden(v) for v in node]
+        if isinstance(node, list | tuple):
+            return type(node)(hidden(v) for v in node)
         return node if node is None or node == "" or isinstance(node, bool) else "<redacted>"
 
-    def walk(node) -> Any:
-        if isinstance(node, dict):
-            return {k: hidden(v) if is_secret(str(k)) else walk(v) for k, v in node.items()}
-        if isinstance(node, list):  # of a command line: --api-key, its value
-            flags = [None, *node[:-1]]
-            after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
-            return [hidden(v) if secret else walk(v) for v, secret in zip(node, after, strict=False)]
-        return redacted_text(node) if isinstance(node, str) else node
-
-    return walk(json.loads(cfg.to_json_best_effort()))
+    if isinstance(node, dict):
+        return {k: hidden(v) if is_secret(str(k)) else redacted_tree(v, prose) for k, v in node.items()}
+    if isinstance(node, list | tuple):  # of a command line: --api-key, its value
+        flags = [None, *node[:-1]]
+        after = [isinstance(f, str) and f.startswith("-") and "=" not in f and is_secret(f) for f in flags]
+        walked = zip(node, after, strict=False)
+        return type(node)(hidden(v) if secret else redacted_tree(v, prose) for v, secret in walked)
+    return redacted_text(node, prose) if isinstance(node, str) else node
 
 
 def flat(table: dict, prefix: str = "") -> dict:

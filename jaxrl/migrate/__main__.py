@@ -113,9 +113,9 @@ def version_of(table: Table, asked: str) -> str:
 
 
 def _known(m: Migration, system: str) -> int:
-    """Returns how many of the source's keys a system has."""
-    exact, names = table_of(system).owners[0], names_of(system)
-    return sum(key in exact or names.has(key) for key in m.singles)
+    """Returns how many of the source's keys a system's table has, or its names by their whole."""
+    (exact, wild), names = table_of(system).owners, names_of(system)
+    return sum(k in exact or k in names.keys or any(p.fullmatch(k) for p, _ in wild) for k in m.singles)
 
 
 def refuse_another(m: Migration) -> None:
@@ -124,9 +124,10 @@ def refuse_another(m: Migration) -> None:
     if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
         return
     known, name = max((_known(m, name), name) for name in SYSTEMS if name != m.table.name)
-    other = f"; {name} has {known} of them: jaxrl migrate {name} FILE" if 2 * known > total else ""
+    other = f"a config of another system; {name} has {known} of them: jaxrl migrate {name} FILE"
+    other = other if 2 * known > total else "a file of another program"
     unknown = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}"
-    why = f"{unknown}: it is a config of another system{other}"
+    why = f"{unknown}: it is {other}"
     m.lacking, m.needs_you = [(m.unknown[0][0].key, why, True)], []
 
 

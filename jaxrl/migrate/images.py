@@ -81,7 +81,7 @@ def without(m: Migration) -> None:
 def settle(m: Migration) -> None:
     """Makes a job of images, whose rules have run, one that jaxrl has."""
     recipe = m.options.get("run.recipe", ("rl", ()))[0]
-    squares = SQUARES.fullmatch(_name(m.options["model.path"][0]))
+    squares = SQUARES.fullmatch(_name(m.options.get("model.path", ("",))[0]))
     if m.options.get("data.image_column", ("images",))[0] == "":  # text alone
         if recipe in ("rl", "distill") and not squares:
             _sampler(m, "which has this family with its tower alone")

@@ -17,20 +17,23 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl.migrate.python_notes import name_of, notes, other_tokenizer, text_of
 from jaxrl.migrate.source import Setting, Unreadable, scalar
 
 MOST = 1_000_000  # characters of a program
+OF_CLASS = ", of its class"  # behind the place of a setting that a call makes without an argument
 
 
 class Calls(NamedTuple):
     """What the reader looks for, of a system. A class or function is named by its last part, or its last two, and with
     one of `kinds` before it where it is imported from there (`agentic.GRPOConfig`).
 
-    configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that its
-    presence makes where nothing else of the program does). The key of "" stands before all other arguments, that of 0
-    is the first positional one's; None: an argument that is read elsewhere.
+    configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
+    makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional
+    one's; None: an argument that is read elsewhere.
     trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
     derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
+    loaded: arguments of `from_pretrained`, of the model that a trainer is given -> their keys, as those of configs.
     loads: function of a data set -> keys of its positional arguments and keywords.
     flags: classes whose presence says that values come from the command line.
     asks: class or function whose presence asks for something.
@@ -48,6 +51,7 @@ class Calls(NamedTuple):
     derived: str = ""
     tuples: tuple[str, ...] = ()
     enums: tuple[str, ...] = ()
+    loaded: Mapping[Any, str | None] = {}
     more: Callable[[list[ast.AST], _Known, str], Iterator[tuple[str, Any, str]]] | None = None
 
     def name_in(self, table: Mapping, names: tuple[str, ...]) -> str:
@@ -90,9 +94,9 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
     first = _Known(nodes, path.stem, *given)
     nodes = list(_live(tree, first))
     known = _Known(nodes, path.stem, *given)
-    command, settings, usual, asked, more = "", [], [], {}, []
+    command, settings, asked, more = "", [], {}, []
     for node in (n for n in nodes if isinstance(n, ast.Call)):
-        of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings, usual)
+        of, found = _call(node, known, calls, f"{path.name}:{node.lineno}", settings)
         command = command if of is None else of or command
         for key, value, place in found:
             if isinstance(value, Computed):
@@ -100,7 +104,8 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             else:
                 settings.append(Setting(key, value, place))
         names = known.callees(node, calls.kinds)
-        more += [calls.asks[name] for name in names if name in calls.asks]
+        trains = bool(calls.loaded and calls.name_in(calls.trainers, names))
+        more += [calls.asks[n] for n in names if n in calls.asks] + other_tokenizer(node, known, path.name) * trains
         if calls.derived and any(base in calls.trainers for base in known.bases.get(names[-1], ())):
             more.append(f"{names[-1]} ({path.name}:{node.lineno}) is a class of the program's own: {calls.derived}")
     found = calls.more(nodes, known, path.name) if calls.more else ()
@@ -109,12 +114,11 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
             settings = [s for s in settings if s.key != key]
             asked[key] = _asked(key, value, place)
         else:
+            settings = [s for s in settings if s.key != key or not s.where.endswith(OF_CLASS)]
             settings.append(Setting(key, value, place))
-    settings += [s for s in usual if s.key not in {*asked, *(other.key for other in settings)}]
-    texts = (s._replace(value=str(tuple(s.value))) if s.key in calls.tuples and isinstance(s.value, list) else s
-             for s in settings)
-    settings, twice = _once(list(texts))
-    names = {_name(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
+    listed = lambda s: s.key in calls.tuples and isinstance(s.value, list)  # noqa: E731
+    settings, twice = _once([s._replace(value=str(tuple(s.value))) if listed(s) else s for s in settings])
+    names = {name_of(n).rpartition(".")[2] for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
     if not command and not names & set(calls.flags):
         raise Unreadable(path.name, "", "starts no trainer: no config class or trainer is called")
     if unread := sorted(set(environment) - first.used - known.used):
@@ -122,7 +126,7 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
         raise Unreadable("the command line", unread[0], what)
     read = {s.key for s in settings}
     computed = [pair for key, pair in asked.items() if key not in read] + twice
-    texts = [*dict.fromkeys(more), *_changed_rows(nodes, path.name)]
+    texts = [*dict.fromkeys(more), *notes(nodes, calls.loads, bool(calls.loaded), path.name)]
     if names & set(calls.flags):
         texts.insert(
             0,
@@ -137,24 +141,9 @@ def rows_changed_by(path: Path) -> list[str]:
     """Returns what is asked of rows that a program changes which a script starts: nothing of one that is not read."""
     try:
         text = path.read_text("utf-8", errors="replace")
-        return _changed_rows(list(ast.walk(ast.parse(text))) if len(text) <= MOST else [], path.name)
+        return notes(list(ast.walk(ast.parse(text))), {}, False, path.name) if len(text) <= MOST else []
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-
-
-def _changed_rows(nodes: list[ast.AST], file: str) -> list[str]:
-    """Returns what is asked of rows that a program changes."""
-    return [
-        f"{file}:{n.lineno}: rows are changed in Python, {_text(n)}: write them as they come out into a file, and name "
-        "it in data.path"
-        for n in nodes
-        if isinstance(n, ast.Call)
-        and isinstance(n.func, ast.Attribute)
-        and n.func.attr in ("map", "filter")
-        and n.args
-        and isinstance(n.func.value, ast.Name)
-        and "data" in n.func.value.id
-    ]
 
 
 def _cells(path: Path, text: str) -> str:
@@ -199,18 +188,23 @@ def _asked(key: str, value: Computed, place: str) -> tuple[Setting, str]:
     return Setting(key, str(value), place), what
 
 
-def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings, usual: list[Setting]):
-    """Returns (the command that a call stands for, None where it says none; its keys, values and places). Adds to
-    usual what the presence of a class makes."""
+def _call(node: ast.Call, known: _Known, calls: Calls, where: str, settings):
+    """Returns (the command that a call stands for, None where it says none; its keys, values and places)."""
     names = known.callees(node, calls.kinds)
     if name := calls.name_in(calls.configs, names):
         of, renamed, made = calls.configs[name]
-        usual += [Setting(key, value, where) for key, value in made.items()]
-        return of, list(_keywords(node, known, renamed, calls, where))
+        found = list(_keywords(node, known, renamed, calls, where))
+        given = {key for key, *_ in found}
+        whole = not any(key.endswith("**") for key in given)  # else what it does not set is not known
+        own = [(k, v, where + OF_CLASS) for k, v in made.items() if k not in given and (whole or v is True)]
+        return of, [*own, *found]
     bases = [base for n in names for base in known.bases.get(n, ())] if calls.derived else []
     if name := calls.name_in(calls.trainers, (*names, *bases)):
         of, keys = calls.trainers[name]
-        return of if not settings or of else None, list(_trainer(node, known, keys, where))
+        model = next((k.value for k in node.keywords if k.arg == "model"), None)
+        loaded = known.loaded(model) if calls.loaded and model is not None else None
+        own = _keywords(loaded, known, calls.loaded, calls, where) if loaded else ()
+        return of if not settings or of else None, [*_trainer(node, known, keys, where), *own]
     name = calls.name_in(calls.loads, names)
     if name and not any(s.key in calls.loads[name][0] for s in settings):
         return None, list(_load(node, known, *calls.loads[name], where))
@@ -229,7 +223,7 @@ def _assigned(nodes: list[ast.AST], known: _Known, calls: Calls, file: str) -> I
         name = calls.name_in(calls.configs, known.callees(value, calls.kinds))
         if isinstance(target, ast.Name) and name:
             configs[target.id] = calls.configs[name][1]
-        elif _name(value.func).rpartition(".")[2].startswith("parse_args"):
+        elif name_of(value.func).rpartition(".")[2].startswith("parse_args"):
             parsed |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
     for target, value in assigned:
         of = target.value.id if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) else ""
@@ -269,7 +263,7 @@ def _keywords(node: ast.Call, known: _Known, renamed: Mapping[Any, str | None], 
         if keyword.arg is None:
             entries = known.entries(keyword.value)
             if entries is None:
-                yield before + "**", Computed(_text(keyword.value)), place
+                yield before + "**", Computed(text_of(keyword.value)), place
             for name, value in entries or ():
                 if (key := renamed.get(name, before + name)) is not None:
                     yield key, known.value(value), place
@@ -280,7 +274,9 @@ def _keywords(node: ast.Call, known: _Known, renamed: Mapping[Any, str | None], 
 
 
 def _read_itself(node: ast.AST, known: _Known, calls: Calls) -> bool:
-    """Whether an argument is a call that has keys of its own."""
+    """Whether an argument is a call that has keys of its own, or a name of one."""
+    named = known.names.get(node.id, []) if isinstance(node, ast.Name) else []
+    node = named[0] if len(named) == 1 else node
     return isinstance(node, ast.Call) and bool(calls.name_in(calls.configs, known.callees(node, calls.kinds)))
 
 
@@ -288,10 +284,11 @@ def _trainer(node: ast.Call, known: _Known, keys: Mapping[str, str], where: str)
     for keyword in node.keywords:
         key = keys.get(str(keyword.arg), "")
         if key.isupper():
-            yield key.lower(), _text(keyword.value), where
+            yield key.lower(), text_of(keyword.value), where
         elif key:
             functions = key in ("reward_funcs", "reward_functions")
-            yield key, known.functions(keyword.value) if functions else known.value(keyword.value), where
+            value = (keyword.arg == "model" and known.loaded(keyword.value)) or keyword.value
+            yield key, known.functions(value) if functions else known.value(value), where
 
 
 def _load(node: ast.Call, known: _Known, places, keywords, where: str) -> Iterator[tuple[str, Any, str]]:
@@ -337,10 +334,10 @@ class _Known:
                 self.names.setdefault(node.target.id, []).extend((node, node))  # not one value
             elif isinstance(node, ast.ClassDef):
                 self._dataclass(node)
-                self.bases[node.name] = [_name(base).rpartition(".")[2] for base in node.bases]
+                self.bases[node.name] = [name_of(base).rpartition(".")[2] for base in node.bases]
             elif _changed(node):
                 self.names.setdefault(_changed(node), []).extend((node, node))
-            elif isinstance(node, ast.Call) and _name(node.func).endswith("add_argument"):
+            elif isinstance(node, ast.Call) and name_of(node.func).endswith("add_argument"):
                 self._argument(node)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.local.add(node.name)
@@ -382,7 +379,7 @@ class _Known:
         try:
             return self._value(node, depth)
         except (Computed, RecursionError) as e:
-            computed = Computed(_text(node))
+            computed = Computed(text_of(node))
             computed.by = str(e)
             return computed
 
@@ -408,7 +405,7 @@ class _Known:
                 return _arithmetic(type(node.op), a, b)
         if isinstance(node, ast.IfExp) and self.decided(node.test) is not None:
             return self._value(node.body if self.decided(node.test) else node.orelse, depth + 1)
-        if isinstance(node, ast.Subscript) and _name(node.value) == "os.environ":
+        if isinstance(node, ast.Subscript) and name_of(node.value) == "os.environ":
             return self._variable(self._value(node.slice, depth + 1))
         if isinstance(node, ast.Subscript):
             at, parts = self._value(node.slice, depth + 1), self.parts(node.value)
@@ -420,23 +417,23 @@ class _Known:
         if isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.FormattedValue) else p for p in node.values)
             return "".join(str(self._value(p, depth + 1)) for p in parts)
-        if isinstance(node, ast.Attribute) and _name(node.value).rpartition(".")[2] in self.enums:
+        if isinstance(node, ast.Attribute) and name_of(node.value).rpartition(".")[2] in self.enums:
             return node.attr
         if isinstance(node, ast.Name | ast.Attribute):
             named = isinstance(node, ast.Name)
             found = self.names.get(node.id, []) if named else self.fields.get(node.attr, [])
             if len(found) == 1:
                 return self._value(found[0], depth + 1)
-            if not named and _name(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
+            if not named and name_of(node).startswith(("torch.", "jnp.", "jax.numpy.")):  # a dtype
                 return node.attr
-        raise Computed(_text(node))
+        raise Computed(text_of(node))
 
     def _called(self, node: ast.Call, depth: int) -> Any:
         """Returns what a call makes of literals: dict(), int(), a variable of the environment, a product, a path."""
-        name, args = _name(node.func), node.args
+        name, args = name_of(node.func), node.args
         if name == "dict" and not args and all(k.arg for k in node.keywords):
             return {str(k.arg): self._value(k.value, depth + 1) for k in node.keywords}
-        if _text(node) in DEVICES and self.devices:
+        if text_of(node) in DEVICES and self.devices:
             return self.devices
         if name in ("os.getenv", "getenv", "os.environ.get", "environ.get") and args:
             default = next((k.value for k in node.keywords if k.arg == "default"), args[1] if len(args) > 1 else None)
@@ -452,7 +449,7 @@ class _Known:
             return math.prod(values[0])
         if name == "os.path.join" and values and all(isinstance(v, str) for v in values):
             return posixpath.join(*values)
-        raise Computed(_text(node))
+        raise Computed(text_of(node))
 
     def _variable(self, name, default: ast.AST | None = None, depth: int = 0) -> Any:
         """Returns a variable of the environment as it is given, or its default."""
@@ -498,12 +495,29 @@ class _Known:
             node = self.names[node.id][0]
         return list(node.elts) if isinstance(node, ast.List | ast.Tuple) else [node]
 
+    def loaded(self, node: ast.AST) -> ast.Call | None:
+        """Returns the call of `from_pretrained` that a trainer's model is, of a name the last one before it; adapters
+        are put around it."""
+        line = getattr(node, "lineno", 0)
+        for _ in range(9):
+            if isinstance(node, ast.Name):
+                before = [n for n in self.names.get(node.id, []) if getattr(n, "lineno", line) < line]
+                node = max(before, key=lambda n: n.lineno, default=node)
+            if not isinstance(node, ast.Call) or not node.args:
+                return None
+            if name_of(node.func).endswith("from_pretrained"):
+                return node
+            if name_of(node.func).rpartition(".")[2] not in ("get_peft_model", "prepare_model_for_kbit_training"):
+                return None
+            node, line = node.args[0], node.lineno
+        return None
+
     def callees(self, node: ast.Call, kinds: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Returns the names of what is called: of a kind, its last two parts, its last one. Of f(g)(x) they are g's."""
         func = node.func
         if isinstance(func, ast.Call) and func.args:
             func = func.args[0]
-        full = _name(func)
+        full = name_of(func)
         root, _, rest = full.partition(".")
         place = self.imported.get(root, root) + ("." + rest if rest else "")
         last = full.rpartition(".")[2]
@@ -527,11 +541,11 @@ class _Known:
                 out.append(place.rpartition(".")[2] if place.startswith("trl.") else place)
             elif isinstance(n, ast.Constant) and isinstance(n.value, str):
                 out.append(n.value)
-            elif isinstance(n, ast.Attribute) and _name(n).partition(".")[0] in self.imported:
-                root, _, rest = _name(n).partition(".")
+            elif isinstance(n, ast.Attribute) and name_of(n).partition(".")[0] in self.imported:
+                root, _, rest = name_of(n).partition(".")
                 out.append(f"{self.imported[root]}.{rest}")
             else:
-                return Computed(_text(node))
+                return Computed(text_of(node))
         return next((o for o in out if isinstance(o, Computed)), out)
 
 
@@ -552,22 +566,7 @@ def _arithmetic(kind: type, a, b):
 def _changed(node: ast.AST) -> str:
     """Returns the name whose entries a statement sets (x["a"] = 1, x.update(...)), or ""."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        return _name(node.targets[0].value)
+        return name_of(node.targets[0].value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("update", "pop"):
-        return _name(node.func.value)
+        return name_of(node.func.value)
     return ""
-
-
-def _name(node: ast.AST) -> str:
-    """Returns `a.b` of names and attributes."""
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _text(node: ast.AST) -> str:
-    try:
-        text = " ".join(ast.unparse(node).split())
-    except (RecursionError, ValueError, AttributeError):
-        text = type(node).__name__
-    return text if len(text) <= 60 else text[:57] + "..."

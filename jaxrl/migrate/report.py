@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.load import is_secret
+from jaxrl.config.load import redacted_tree
 from jaxrl.config.schema import free_tables, options
 from jaxrl.migrate.source import Literal, Unreadable
 from jaxrl.migrate.table import KINDS, MISSING, Migration
@@ -39,8 +39,9 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """Returns a value without secrets."""
-    return "<redacted>" if is_secret(key.rsplit(".", 1)[-1]) and isinstance(value, str) and value else value
+    """Returns a value of the source without secrets: all of it under a name of one, else such parts of its texts."""
+    leaf = key.rsplit(".", 1)[-1]
+    return redacted_tree({leaf: value})[leaf]
 
 
 def config_text(m: Migration, title: str) -> str:
@@ -157,7 +158,7 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
     run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}{without(m)}"
     written = m.written()
     refused = outcome == "refused"
-    return {
+    data = {
         "system": m.table.name,
         "job": m.table.job,
         "version": m.version,
@@ -198,6 +199,7 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
             "plan": f"{run} --config.run.mode=plan --config.plan.target={target}{left_out(m)}",
         },
     }
+    return redacted_tree(data, prose=True)
 
 
 def without(m: Migration) -> str:

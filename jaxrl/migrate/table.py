@@ -166,6 +166,7 @@ class Migration:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _assign(self, settings, referred):
+        table = self.table
         exact, wild = self.table.owners
         carried = [n for n, own in exact.items() if self._known[own].kind in ("exact", "equivalent")]
         names = names_of(self.table.name)
@@ -190,6 +191,8 @@ class Migration:
                 self.owned.setdefault(owner, []).append(s)
             elif self._is_variable(s.key, referred) and not (homes and "." in s.key and s.key.split(".")[0] in tables):
                 self.variables.append(s)
+            elif not row and s.key in names.keys:
+                self.unknown.append((s, f"of {table.title}, but not read for this job"))
             elif homes:
                 home = max(homes, key=lambda n: (_shared(n, s.key), not n.startswith("critic.")))
                 home = home if "." in home else "the top level"

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -52,6 +53,7 @@ from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Divergence, IdleMechanisms
 from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
+from jaxrl.training.optimizer import schedule_text
 
 log = logging.getLogger("jaxrl")
 SAVE_AGAIN_SECONDS = 60.0  # from a failed save to the next attempt
@@ -209,7 +211,8 @@ class Session:
             write_config(self.run_dir, c.asked, numbers)
             self.idle = IdleMechanisms(c.chosen())
         self.say(f"{lines}\n"
-                 f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), {c.optimizer.schedule}\n"
+                 f"learns    at optimizer.lr={c.optimizer.lr:g} ({c.origin('optimizer.lr')}), "
+                 f"{schedule_text(c.optimizer, self.total_steps * math.prod(c.updates))}\n"
                  f"ends      after {self.total_steps} steps: {self.ending}")
         if self._restored is not None:
             lacks = f"; it holds no {', no '.join(self._new)}" * bool(self._new)

@@ -18,6 +18,18 @@ from jaxrl.config.load import editable, put
 from jaxrl.errors import ConfigError
 
 
+def warmup_updates(config, total_updates: int) -> int:
+    """Returns how many updates of a run the learning rate rises."""
+    return round(config.warmup_fraction * total_updates) if config.warmup_fraction > 0 else config.warmup_steps
+
+
+def schedule_text(config, total_updates: int) -> str:
+    """Returns the schedule of the learning rate in words, with its warm-up, and whether the run ends within it."""
+    warmup = warmup_updates(config, total_updates)
+    ends = f", which this run of {total_updates} does not leave" if warmup > total_updates else ""
+    return config.schedule + (f" after {warmup} updates of warm-up{ends}" if warmup else "")
+
+
 def make_schedule(config, total_updates: int):
     """Returns the learning rate as a function of the number of applied updates.
 
@@ -25,7 +37,7 @@ def make_schedule(config, total_updates: int):
     default all remaining updates), or wsd: constant and a decay over the last decay_steps, shaped by decay_shape.
     """
     c = config
-    warmup = round(c.warmup_fraction * total_updates) if c.warmup_fraction > 0 else c.warmup_steps
+    warmup = warmup_updates(c, total_updates)
     rest = max(total_updates - warmup, 1)
     floor = c.floor * c.lr
     if c.schedule == "constant":

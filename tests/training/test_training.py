@@ -27,7 +27,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.rl.trajectories import collect
 from jaxrl.roles.parameters import flat_axes, flat_layers
 from jaxrl.training.layout import Block, RowShapes, attention_work
-from jaxrl.training.optimizer import make_schedule
+from jaxrl.training.optimizer import make_schedule, schedule_text
 from jaxrl.training.score import forward_logprobs
 from jaxrl.training.update import _group_microbatches
 from jaxrl.types import Sizes
@@ -376,6 +376,17 @@ def test_the_decay_has_a_length_of_its_own():
     assert [at(10, "linear", n) for n in (0, 20)] == pytest.approx([0.75, 0.5])
     assert [at(10, "cosine", n) for n in (0, 20)] == pytest.approx([(1 + np.cos(np.pi / 4)) / 2, 0.5])
     assert [at(30, "wsd", n) for n in (0, 20)] == pytest.approx([1.0, 0.5])
+
+
+def test_the_start_says_how_long_the_rate_rises_and_whether_the_run_ends_before():
+    c = default_config().optimizer
+    c.schedule, c.warmup_steps = "cosine", 0
+    assert schedule_text(c, 3) == "cosine"
+    c.warmup_steps = 20
+    assert schedule_text(c, 100) == "cosine after 20 updates of warm-up"
+    assert schedule_text(c, 3) == "cosine after 20 updates of warm-up, which this run of 3 does not leave"
+    c.warmup_fraction = 0.1
+    assert schedule_text(c, 100) == "cosine after 10 updates of warm-up"
 
 
 def test_optimizer_groups_and_decay_spare_vectors():

@@ -116,6 +116,10 @@ def score(prompt, completion, answer=None, **columns):
 
 def pipeline(m: Migration):
     kind, name = m.text(DATA + "type"), m.text(DATA + "dataset_name")
+    family = next((str(s.value) for s in m.all(MODEL + "model_type") if s.value), "qwen")
+    if not family.startswith("qwen"):
+        why = f"{family}: SFT of RLinf is read for models of images and text (qwen2.5_vl, qwen3_vl, qwen3_vl_moe)"
+        m.lacks(MODEL + "model_type", why, refuse=True)
     if kind != "vlm":
         m.lacks(DATA + "type", f"{kind}: rows of images and text are read (vlm)", refuse=True)
     elif "video" in name or name == "vlm_trend_reward_sft":

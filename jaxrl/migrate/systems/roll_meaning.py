@@ -383,6 +383,9 @@ def _filters(m: Migration, means):
     keys, (kind, args) = list(found), next(iter(found.values()))
     if len(set(found.values())) > 1:
         m.lacks(keys[-1], "domains with filters of their own; the first one's is taken for all")
+    without = {s.key.split(".")[1] for s in m.all("rewards.*.worker_cls")} - {key.split(".")[1] for key in keys}
+    if without:
+        m.lacks(keys[0], f"there, of its domain alone; here it chooses groups of {', '.join(sorted(without))}, too")
     args = dict(args)
     m.set("algorithm.dynamic_sampling_rounds", 1000, *keys)
     if kind == "mean_filter":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from jaxrl.migrate import common
 from jaxrl.migrate.systems.images_meaning import sees
 from jaxrl.migrate.systems.roll_layout import CONFIG, DATA, INFER, SAMPLE, TRAIN, devices, devices_of
@@ -49,7 +52,7 @@ OWN = (
     "worker_cls",
     "tag_included",
     "reward_type",
-    "query_filter_config.type",
+    "query_filter_config",
     "response_length_penalty_coef",
     "format_pattern",
 )
@@ -84,15 +87,16 @@ def reward(m: Migration):
         return
     if "math" in kinds.values():
         m.differs("math is judged by math-verify as in ROLL; what it parses is jaxrl's choice (docs/guides/rewards.md)")
+    judges: dict[str, str] = {}
     if set(kinds.values()) == {"math"}:
         m.set("reward.functions", ("math",), "rewards.*.worker_cls")
     else:
-        _file(m, workers, tags, kinds)
-    _sources(m, tags, kinds, "data_source" if seen else "tag")
+        judges = _file(m, workers, tags, kinds)
+    _sources(m, tags, judges, len(workers), "data_source" if seen else "tag")
 
 
-def _file(m: Migration, workers: dict, tags: dict, kinds: dict):
-    """Writes the file of rewards by domain; a judge is a reward beside it."""
+def _file(m: Migration, workers: dict, tags: dict, kinds: dict) -> dict[str, str]:
+    """Writes the file of rewards by domain; judges are rewards beside it. Returns domain -> its judge's reward."""
     of = {
         kind: tuple(sorted(d for d, k in kinds.items() if k == kind))
         for kind in ("math", "ifeval", "choices", "judge", "")
@@ -107,58 +111,110 @@ def _file(m: Migration, workers: dict, tags: dict, kinds: dict):
         workers=_table(workers),
     )
     file = common.reward_file(m, text, "rewards.*.worker_cls", "rewards.*.reward_type")
-    functions = (f"./{file}:score",) + (("judge",) if of["judge"] else ())
+    judges = _judges(m, of["judge"])
+    functions = (f"./{file}:score", *dict.fromkeys(judges.values()))
     m.options["reward.functions"] = (functions, m.options["reward.functions"][1])
     m.set("reward.functions", functions, "rewards.*.tag_included")
     if of[""]:
         m.needs(f"{file}: write the rewards of {', '.join(of[''])}; until then a row of theirs stops the run")
     if of["ifeval"]:
         m.differs("ifeval: verify_keyword_frequency counts the word of the row, ROLL's all words of the completion")
-    for domain in of["judge"]:
-        _judge(m, domain)
+    if judges:
         m.set("eval.rewards", (f"./{file}:score",), "rewards.*.worker_cls")
+    return judges
 
 
-def _judge(m: Migration, domain: str):
+class Judge:
+    """What is written of one judge.
+
+    Attributes:
+      place: reward.judge or reward.judges.NAME. at: the domain's table, with a dot. found: its keys there -> values.
+      taken: devices of the judges before it. set: (option, value, *keys), of an option of the judge.
+    """
+
+    def __init__(self, m: Migration, domain: str, place: str, taken: set[int], set_: Callable):
+        self.place, self.taken, self.set = place, taken, set_
+        self.at, self.found = f"rewards.{domain}.", _settings(m, domain)
+        self.file = f"{m.name}_{place.rpartition('.')[2]}.txt"
+
+
+def _settings(m: Migration, domain: str) -> dict:
+    """Returns a domain's keys, without its table, -> values."""
+    at = f"rewards.{domain}."
+    return {s.key.removeprefix(at): s.value for s in m.singles.values() if s.key.startswith(at)}
+
+
+def _judges(m: Migration, domains: tuple[str, ...]) -> dict[str, str]:
+    """Writes the judges of domains: reward.judge where all are set alike, else one of reward.judges each. Returns
+    domain -> name of its reward."""
+    own = [{k: v for k, v in _settings(m, domain).items() if not k.startswith(OWN)} for domain in domains]
+    if all(settings == own[0] for settings in own):
+        for domain in domains:
+            _judge(m, Judge(m, domain, "reward.judge", set(), lambda o, v, *keys: m.set(f"reward.judge.{o}", v, *keys)))
+        return dict.fromkeys(domains, "judge")
+    names: dict[str, str] = {}
+    taken: set[int] = set()
+    for domain in domains:
+        name = "judge_" + re.sub(r"\W", "_", domain, flags=re.ASCII)
+        while name in names.values():
+            name += "_"
+        names[domain] = name
+        options, because = {}, [f"rewards.{domain}.worker_cls"]
+
+        def collect(option, value, *keys, options=options, because=because):
+            options[option] = value
+            because.extend(keys)
+
+        judge = Judge(m, domain, f"reward.judges.{name}", taken, collect)
+        because.extend(judge.at + key for key in judge.found if key.startswith("judge_"))
+        _judge(m, judge)
+        m.set(judge.place, options, *(key for key in because if "*" not in key))
+    m.differs(f"judges of settings of their own are rewards of their own: {', '.join(names.values())} (reward.judges)")
+    return names
+
+
+def _judge(m: Migration, judge: Judge):
     """A judge that says YES or NO; a server of the run's own, or an endpoint."""
-    at, keys = f"rewards.{domain}.", "rewards.*.judge_*"
-    found = {s.key.removeprefix(at): s.value for s in m.singles.values() if s.key.startswith(at)}
-    m.set("reward.judge.pattern", r"(?i)\b(yes|no)\b", keys)
-    m.set("reward.judge.words", {"yes": 1, "no": 0}, keys)
-    m.set("reward.judge.highest", 1.0, keys)
-    m.files[f"{m.name}_judge.txt"] = JUDGE_PROMPT
-    m.set("reward.judge.prompt_file", f"./{m.name}_judge.txt", keys)
+    at, found, keys = judge.at, judge.found, "rewards.*.judge_*"
+    judge.set("pattern", r"(?i)\b(yes|no)\b", keys)
+    judge.set("words", {"yes": 1, "no": 0}, keys)
+    judge.set("highest", 1.0, keys)
+    m.files[judge.file] = JUDGE_PROMPT
+    judge.set("prompt_file", f"./{judge.file}", keys)
     if found.get("judge_model_type", "api") == "api":
-        m.set("reward.judge.servers", (str(found.get("judge_api_url") or "http://127.0.0.1:8000/v1"),), keys)
-        m.set("reward.judge.model", str(found.get("judge_model_name") or ""), keys)
-        m.needs("reward.judge: judge_api_key is not written into a config: name a variable in reward.judge.key_env")
+        judge.set("servers", (str(found.get("judge_api_url") or "http://127.0.0.1:8000/v1"),), keys)
+        judge.set("model", str(found.get("judge_model_name") or ""), keys)
+        m.needs(f"{judge.place}: judge_api_key is not written into a config: name a variable in its key_env")
         if not found.get("judge_api_url"):
-            m.needs("reward.judge.servers: judge_api_url is not set")
-        for key in (s.key for s in m.singles.values() if s.key.startswith(at)):
-            if "judge_" not in key and key.removeprefix(at) not in OWN:
-                m.mark(key, "inert", "the judge is asked over the network: its server's options are its own")
+            m.needs(f"{judge.place}.servers: judge_api_url is not set")
+        for name in found:
+            if "judge_" not in name and not name.startswith(OWN):
+                m.mark(at + name, "inert", "the judge is asked over the network: its server's options are its own")
         m.differs("a judge is asked greedily; ROLL leaves its sampling to the server (reward.judge.extra)")
     else:
-        _served(m, at, found)
+        _served(m, judge)
     if found.get("judge_prompt"):
         m.needs(
-            f"{m.name}_judge.txt: its text is jaxrl's; ROLL's is prompt_maps[{str(found['judge_prompt'])!r}] of "
+            f"{judge.file}: its text is jaxrl's; ROLL's is prompt_maps[{str(found['judge_prompt'])!r}] of "
             "roll/utils/prompt.py"
         )
+    else:
+        m.differs("without judge_prompt ROLL asks a judge for a number, and counts a YES; here it asks for YES or NO")
     m.differs(
         "a judge's last YES or NO counts, in ROLL a YES anywhere in its text; one that says neither has no score, in "
         "ROLL 0"
     )
 
 
-def _served(m: Migration, at: str, found: dict):
+def _served(m: Migration, judge: Judge):
     """The server of a judge that is a model: its sampling, engine and devices."""
+    at, found = judge.at, judge.found
     for name in found:
-        if "judge_" not in name and name not in OWN:
+        if "judge_" not in name and not name.startswith(OWN):
             m.mark(at + name, "automatic", "nothing to set for a judge's server (reward.judge)")
 
     def carry(option: str, value, *names: str):
-        m.set(f"reward.judge.{option}", value, *(at + n for n in names))
+        judge.set(option, value, *(at + n for n in names))
         for name in names:
             m.mark(at + name, "equivalent", "")
 
@@ -173,11 +229,12 @@ def _served(m: Migration, at: str, found: dict):
         extra = {"temperature": 0.0 if greedy else of["temperature"], "top_p": of["top_p"], "top_k": of["top_k"]}
         extra |= {} if of["repetition_penalty"] == 1 else {"repetition_penalty": of["repetition_penalty"]}
         carry("extra", extra, *(SAMPLE + n for n in given))
-    _judge_engine(m, at, found, carry)
+    _judge_engine(m, judge, carry)
 
 
-def _judge_engine(m: Migration, at: str, found: dict, carry):
+def _judge_engine(m: Migration, judge: Judge, carry: Callable):
     """The engine and the devices of a judge's server."""
+    at, found = judge.at, judge.found
     engine = str(found.get("strategy_args.strategy_name") or "")
     passed = ("automatic", "as servers are started") if engine == "vllm" else ("inert", "an option of another engine")
     args, names = {}, []
@@ -202,22 +259,24 @@ def _judge_engine(m: Migration, at: str, found: dict, carry):
         args, names = args | {"data_parallel_size": engines}, [*names, "device_mapping"]
     if args:
         carry("server_args", args, *names)
-    others = {d for role in (TRAIN, INFER) for d in devices(m, role)}
+    others = judge.taken | {d for role in (TRAIN, INFER) for d in devices(m, role)}
+    judge.taken |= set(own)
     if own and others and not others & set(own) and max({*own, *others}) < m.integer("num_gpus_per_node"):
         carry("devices", ",".join(map(str, own)), "device_mapping")
         return
     m.needs(
-        "reward.judge.devices: GPUs of the judge's server, beside those of training"
+        f"{judge.place}.devices: GPUs of the judge's server, beside those of training"
         + (f" ({at}device_mapping: {', '.join(map(str, own))})" if own else "")
     )
     if own:
         m.mark(at + "device_mapping", "ask", 'said under "Needs you"')
 
 
-def _sources(m: Migration, tags: dict, kinds: dict, column: str):
-    """Shares of domains as weights of sources, each with the rows of its tags."""
+def _sources(m: Migration, tags: dict, judges: dict[str, str], domains: int, column: str):
+    """Shares of domains as weights of sources, each with the rows of its tags. domains: those that have a reward; rows
+    of the ones without a share are left out."""
     shares = {s.key.rsplit(".", 1)[1]: s.value for s in m.all(SHARES)}
-    if len(shares) < 2:
+    if not shares or len(shares) == domains == 1:
         return
     files = tuple(str(f) for f in m.list(TRAIN + DATA + "file_name"))
     functions = m.options["reward.functions"][0]
@@ -228,6 +287,8 @@ def _sources(m: Migration, tags: dict, kinds: dict, column: str):
             f"domain_interleave_probs ({said}): no tags (rewards.*.tag_included) name the rows of "
             f"{', '.join(untagged)}; "
             "give each domain a file and name it in data.sources with this weight"
+            + f", and its reward in `rewards` (until then a row is scored by {' and '.join(functions)})"
+            * (len(functions) > 1)
         )
         return
     m.options.pop("data.path", None)
@@ -239,7 +300,7 @@ def _sources(m: Migration, tags: dict, kinds: dict, column: str):
         weight = float(share) if abs(weight - float(share)) < 1e-9 else weight
         table = {"path": files, "weight": weight, "where": {column: [t for t, d in tags.items() if d == domain]}}
         if len(functions) > 1:
-            table["rewards"] = ["judge" if kinds.get(domain) == "judge" else "score"]
+            table["rewards"] = [judges.get(domain, "score")]
         keys = (SHARES[:-1] + domain, TRAIN + DATA + "file_name", "rewards.*.tag_included", "rollout_batch_size")
         m.set(f"data.sources.{domain}", table, *keys)
     counts = f" ({', '.join(map(str, each))} of {prompts} prompts)"

@@ -25,13 +25,16 @@ TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "tools
            "environment_factory": "ENVIRONMENT_FACTORY", "formatting_func": "FORMATTING_FUNC", "data_collator": "DATA_COLLATOR",
            "ref_model": "REF_MODEL", "callbacks": "CALLBACKS", "compute_loss_func": "COMPUTE_LOSS_FUNC", "optimizers": "OPTIMIZERS"}
 LORA_CONFIG = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "task_type": "lora_task_type"}
-OF_PEFT = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # LoraConfig's own defaults; those of flags are ModelConfig's
+LORA_MADE = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's own defaults; TRL's flags have others
 JOB_OF = {"GRPO": "grpo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "CPO": "cpo", "ORPO": "orpo", "Reward": "reward", "GKD": "gkd", "RLOO": "rloo",
           "GOLD": "gold", "Distillation": "distillation", "MiniLLM": "minillm", "OnlineDPO": "online_dpo", "NashMD": "nash_md", "XPO": "xpo",
           "BCO": "bco", "PRM": "prm", "PPO": "ppo", "AsyncGRPO": "async_grpo", "SDPO": "sdpo", "SDFT": "sdft", "TPO": "tpo", "SSD": "ssd"}
 CALLS = Calls(
-    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, OF_PEFT)},
+    configs={**{f"{name}Config": (f"trl {job}", {}, {}) for name, job in JOB_OF.items()}, "LoraConfig": ("", LORA_CONFIG, LORA_MADE),
+             "BitsAndBytesConfig": ("", {"bnb_4bit_use_double_quant": "use_bnb_nested_quant"}, {"bnb_4bit_quant_type": "fp4"})},
     trainers={f"{name}Trainer": (f"trl {job}", TRAINER) for name, job in JOB_OF.items()},
+    loaded={"": "model_init_kwargs.", "trust_remote_code": "trust_remote_code", **dict.fromkeys((
+        "device_map", "low_cpu_mem_usage", "token", "cache_dir", "local_files_only"))},
     loads={"load_dataset": (("dataset_name", "dataset_config"), {"split": "dataset_train_split", "name": "dataset_config",
                                                                  "path": "dataset_name"})},
     flags=("TrlParser", "HfArgumentParser"))
@@ -124,6 +127,7 @@ INERT = (
     ("debug", "a check of its own launcher"),
     ("do_eval", "eval_strategy says whether there is evaluation"),
     ("do_predict", "its trainer predicts nothing by itself"),
+    ("trackio_*", "read with report_to=trackio alone"),
     ("metric_for_best_model", "read with load_best_model_at_end alone", "greater_is_better"),
 )
 LACKS = (

@@ -460,6 +460,13 @@ def adapters(m: Migration):
     if m["lora_modules_to_save"]:
         m.set("lora.modules_to_save", tuple(m.list("lora_modules_to_save")), "lora_modules_to_save")
     base = "nf4" if m.flag("load_in_4bit") else "int8" if m.flag("load_in_8bit") else "none"
+    if base == "nf4" and any(s.value == "fp4" for s in m.all("bnb_4bit_quant_type")):
+        m.lacks("bnb_4bit_quant_type", "fp4, bitsandbytes' own default: a base of 4 bits is nf4 here (lora.base)")
+    if base == "none" and m.options.get("train.param_dtype", ("",))[0] == "bf16":
+        m.set_again("train.param_dtype", "fp32")
+        if m.options["train.compute_dtype"][0] != "bf16":
+            m.set("lora.base_dtype", "bf16", "dtype")
+        m.differs("adapters on a base in bf16 are learnt in fp32, as PEFT has them; with ZeRO-3 TRL keeps them in bf16")
     m.set("lora.base", base, "load_in_4bit", "load_in_8bit")
 
 
