@@ -91,16 +91,17 @@ def test_greedy_tokens_of_the_embedded_sampler(folder, name):
     """Prompts of several lengths, side by side, against transformers' greedy decoding of each."""
     import torch
 
+    count = 32 if name in HYBRIDS else 20
     model, params = model_cases.ours(folder(name), scan_layers=True)
-    engine = make_engine(EngineContext(config(slots=4, max_new_tokens=20, prompt_lengths=(20,)), model, eos_ids=()))
+    engine = make_engine(EngineContext(config(slots=4, max_new_tokens=count, prompt_lengths=(20,)), model, eos_ids=()))
     engine.publish(params, 0)
     theirs, rng = model_cases.loaded(folder(name)), np.random.default_rng(1)
     prompts = [rng.integers(3, 96, n).astype(np.int32) for n in (1, 7, 13, 20)]
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=20)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=count)
     for prompt, result in zip(prompts, generate(engine, [Request(str(i), p, greedy, seed=0) for i, p in enumerate(prompts)], TIMEOUT),
                               strict=True):
         ids = torch.tensor(prompt)[None].long()
-        for _ in range(20):
+        for _ in range(count):
             with torch.no_grad():
                 ids = torch.cat([ids, theirs(ids).logits[:, -1:].argmax(-1)], dim=1)
         np.testing.assert_array_equal(result.tokens, ids[0, len(prompt):].numpy())
