@@ -52,6 +52,7 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-4B-BF16": 4.0, "granite-4.0-h-tiny": 6.9, "Falcon-H1-0.5B-Instruct": 0.5,
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
+    "Qwen3.5-0.8B": 0.8, "Qwen3.8-27B": 26.9, "Qwen3.5-397B-A17B": 396.3, "Qwen3-Next-80B-A3B-Thinking": 79.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
 # published.csv says what each of them was compared with, and in which fields.
