@@ -26,7 +26,7 @@ CASES = {
     "27B, 8 H100": ("3.5-27B", "h100:8", JOB | HOST | {"mesh__tp": 4, "rollout__slots": 64, "train__tokens_per_microbatch": 4096}),
     "35B-A3B, 8 H100": ("3.5-35B-A3B", "h100:8", JOB | HOST | {"mesh__ep": 8}),
     "35B-A3B, 16 H100": ("3.5-35B-A3B", "h100:16", JOB | HOST | {"mesh__ep": 8}),
-    "35B-A3B, 16 v5p": ("3.5-35B-A3B", "v5p:16", JOB | {"mesh__ep": 8}),
+    "35B-A3B, 16 v5p": ("3.5-35B-A3B", "v5p:16", JOB | {"mesh__ep": 4}),
     "397B-A17B, 128 H100": ("3.5-397B-A17B", "h100:128", JOB | HOST | {"mesh__ep": 8, "plan__part": "training"}),
 }
 
