@@ -18,7 +18,7 @@ from common import RESULTS, commit, record  # noqa: E402
 from plan_shapes import grpo  # noqa: E402
 from plan_targets import one, show  # noqa: E402
 
-JOB = grpo(128, 8, 1024, 3072, 8192, rollout__engine="jax", plan__timeout_seconds=900)
+JOB = grpo(128, 8, 1024, 3072, 8192, rollout__engine="jax", plan__timeout_seconds=3600)
 HOST = {"optimizer__offload": True}
 CASES = {
     "4B, one H200": ("3.5-4B", "h200:1", JOB | {"rollout__slots": 64}),
