@@ -1,14 +1,17 @@
 """Recurrent layers: what the backward pass keeps, and a training step beside transformers' and beside copies of prompts.
 
-python evidence/hybrid.py                    both parts
+python evidence/hybrid.py                    all parts
 python evidence/hybrid.py temporaries        compiled, nothing is run; minutes on 2 idle cores
 python evidence/hybrid.py temporaries --tpu v5e     the same for a TPU that is not here; needs libtpu
 python evidence/hybrid.py times              runs: an idle machine
+python evidence/hybrid.py slots              counts: seconds
 
 temporaries: of the rule of Qwen3.5-4B's layer (16 key heads, 32 value heads, 128 x 128, v in bf16), forward and backward,
 by row length: its own backward pass; differentiated through its chunks, nothing computed again; through its tokens.
 times: log-probs of completions and their gradients, 4 groups of 8 completions, fp32, no optimizer: rows in which a group
 shares its prompt; rows in which every completion has a copy; transformers in a torch loop, one group at a time.
+slots: of the embedded sampler of Qwen3.5-4B on an H100, prompts of 1,024 tokens and completions of 3,072: bytes of states and of keys and
+values, and the plan's roofline of a rollout, in which every step reads all of them.
 """
 
 import argparse
@@ -43,6 +46,7 @@ MODEL = {
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }
 ROUNDS = 5
+SLOTS = (64, 256, 1024)
 
 
 # ---- temporaries
@@ -188,14 +192,39 @@ def times() -> list[dict]:
     return found
 
 
+# ---- slots
+
+
+def slots() -> list[dict]:
+    from plan_shapes import grpo, job
+
+    from jaxrl.planning import plan, workload
+    from jaxrl.planning.case import open_case
+
+    found = []
+    for count in SLOTS:
+        case = open_case(job("3.5-4B", "h100:1", **grpo(128, 8, 1024, 3072, 8192, rollout__engine="jax", rollout__slots=count)))
+        cfg, (_, shapes, width) = case.model.config, case.rollout
+        states = count * workload.state_bytes(cfg, case.mesh, width)
+        cached = count * shapes.cache_lengths[-1] * sum(cfg.cache_widths.values()) * len(cfg.windows) * width
+        rollout = plan.times(case, {})["phases"]["rollout"]
+        found.append({"slots": count, "states_gib": states / 2**30, "kv_gib": cached / 2**30, "rollout_s": rollout["seconds"],
+                      "bound": rollout["bound"], "tokens_per_second": 128 * 8 * 3072 / rollout["seconds"]})
+    table(["slots", "states, GiB", "keys and values at 4,096, GiB", "rollout s", "bound", "tokens a second"],
+          [[r["slots"], *(round(r[n], 1) for n in ("states_gib", "kv_gib", "rollout_s")), r["bound"], round(r["tokens_per_second"])] for r in found])
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("temporaries", "times"))
+    parser.add_argument("part", nargs="?", choices=("temporaries", "times", "slots"))
     parser.add_argument("--tpu", default="", help="v5e, v5p or v6e, for temporaries")
     asked, at = parser.parse_args(), commit()
-    if asked.part != "times":
+    if asked.part in (None, "slots"):
+        record("hybrid_slots", slots(), at)
+    if asked.part in (None, "temporaries"):
         record("hybrid_temporaries" + f"_{asked.tpu}" * bool(asked.tpu), all_temporaries(asked.tpu), at)
-    if asked.part != "temporaries":
+    if asked.part in (None, "times"):
         record("hybrid_times", times(), at)
 
 

@@ -76,7 +76,6 @@ def _qwen3_vl(text: dict, kind: str = "qwen3_vl", **tower) -> dict:
 _LINEAR = {"head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "rope_theta": 1e7, "norm_topk_prob": True,
            "max_position_embeddings": 262144, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
-_QWEN35 = {**_LINEAR, "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 10000, "sliding_window_pattern": 6,
            "query_pre_attn_scalar": 256}
@@ -103,10 +102,7 @@ SHAPES = (
     (r"qwen3-vl-8b", _qwen3_vl(MODELS["8B"] | {"tie_word_embeddings": False})),
     (r"qwen3-vl-30b-a3b", _qwen3_vl(MODELS["30B-A3B"], "qwen3_vl_moe")),
     (r"qwen3-1\.7b", _1_7B),
-    (r"qwen3\.5-35b-a3b", {**_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "linear_num_value_heads": 32,
-                           "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}),
-    (r"qwen3\.5-397b", {**_QWEN35, "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "linear_num_value_heads": 64,
-                        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}),
+    (r"qwen3\.5-35b-a3b", MODELS["3.5-35B-A3B"]), (r"qwen3\.5-397b", MODELS["3.5-397B-A17B"]),
     (r"qwen3-next-80b", {**_LINEAR, "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
                          "num_hidden_layers": 48, "num_attention_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
                          "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

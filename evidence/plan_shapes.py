@@ -9,6 +9,10 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, 
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
              "norm_topk_prob": True, "tie_word_embeddings": False}
 LLAMA = {"model_type": "llama", "eos_token_id": 2}
+QWEN35 = {"model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+          "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+          "rope_theta": 1e7, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6}
+QWEN35_MOE = {**QWEN35, "model_type": "qwen3_5_moe_text", "num_key_value_heads": 2, "tie_word_embeddings": False}
 MODELS = {
     "tiny": {**QWEN, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
              "num_attention_heads": 4, "eos_token_id": 2},
@@ -32,6 +36,15 @@ MODELS = {
     "gpt-oss-120b": {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
                      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4,
                      "sliding_window": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False, "eos_token_id": 200002},
+    # the text of Qwen/Qwen3.5-4B, 27B, 35B-A3B and 397B-A17B
+    "3.5-4B": {**QWEN35, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+               "num_key_value_heads": 4, "linear_num_value_heads": 32, "tie_word_embeddings": True},
+    "3.5-27B": {**QWEN35, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+                "num_key_value_heads": 4, "linear_num_value_heads": 48, "tie_word_embeddings": False},
+    "3.5-35B-A3B": {**QWEN35_MOE, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "linear_num_value_heads": 32,
+                    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "3.5-397B-A17B": {**QWEN35_MOE, "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "linear_num_value_heads": 64,
+                      "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024},
     "7B": {**LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096},
     "70B": {**LLAMA, "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,

@@ -41,14 +41,11 @@ PUBLISHED = {
 }
 
 
-def one(name: str) -> dict:
-    model, target, overrides = CASES[name]
+def one(model: str, target: str, overrides: dict) -> dict:
     before, start = _processor(), time.monotonic()
     found = plan.make(job(model, target, **overrides))
     found["wall_seconds"], found["processor_seconds"] = round(time.monotonic() - start, 1), round(_processor() - before, 1)
     found["collectives"] = {program: entries[:4] for program, entries in found["collectives"].items()}
-    if name in PUBLISHED:
-        found["published"] = PUBLISHED[name]
     return found
 
 
@@ -62,8 +59,12 @@ def main():
     for name in CASES:
         if sys.argv[1:] and not any(a in name for a in sys.argv[1:]):
             continue
-        results[name] = one(name)
+        results[name] = one(*CASES[name]) | ({"published": PUBLISHED[name]} if name in PUBLISHED else {})
         record("plan_targets", results)
+    show(results)
+
+
+def show(results: dict) -> None:
     gib = lambda n: f"{n / 2**30:.1f}"  # noqa: E731
     rows = [[name, p["target"], gib(p["per_device"]["peak_bytes"]), gib(p["per_device"]["usable_bytes"]), p["fits"],
              f"{p['step_seconds']:.1f}", f"{p['tokens_per_second_per_chip']:.0f}", f"{p['update_tokens_per_second_per_chip']:.0f}",

@@ -39,6 +39,9 @@
 #    GPU kernels down to machine code, without a GPU             gpu_compile.py (in an environment of its own)
 #    accuracy by step, of a hybrid by kind, of images by control runs.py hybrid_runs|vision_runs NAME=RUN.DIR
 #    a hybrid with empty states                                  hybrid_states.py RUN.DIR
+#    a hybrid: temporaries, a step beside transformers, slots    hybrid.py temporaries|times|slots
+#    a hybrid in turns: how many go on in their slots            hybrid_turns.py (ten minutes)
+#    plans of Qwen3.5 on targets that are not here               plan_hybrids.py (minutes each; a TPU wants libtpu)
 #    recipes of the Tinker cookbook over the training service     service_cookbook.py (ten minutes; wants the tinker SDK and the cookbook)
 #    rows of batches with images, counted                        image_rows.py (seconds)
 #    programs of published towers for TPUs, counted              tower_programs.py (a minute; wants libtpu)

@@ -483,7 +483,8 @@ def _check_recurrent(hf, family):
     own = ("hidden_act", "silu") if family.activation == "hidden_act" else ("mamba_hidden_act", "silu")
     for key, wanted in (own, ("attn_output_gate", True), ("output_gate_type", "silu"),
                         ("mamba_ssm_dtype", "float32"), ("mamba_ssm_cache_dtype", "float32")):
-        if hf.get(key) not in (None, wanted):
+        names = (None, wanted, *(["swish"] if wanted == "silu" else []))  # one function; Qwen3.8's configs have swish
+        if hf.get(key) not in names:
             raise ConfigError(f"model config: {key}={hf[key]!r} is not supported; {hf['model_type']} models are computed "
                               f"with {wanted!r}")
 

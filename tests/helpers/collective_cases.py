@@ -26,6 +26,7 @@ NAMES = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "ep", "tp"), 5: AXES}
 BIG = {"model.path": "", "model.init": "random", "model.remat": "full", "model.scan_layers": "true", "train.compute_dtype": "bf16",
        "train.logprob_chunk": 1024, "rollout.cache_lengths": (), "rollout.prompt_lengths": (), "train.row_lengths": (), "data.prompts_per_step": 256,
        "data.max_prompt_tokens": 1024, "rollout.max_new_tokens": 3072}
+HYBRID = load_config(str(ROOT / "configs" / "sft_hybrid.py")).model.config.to_dict() | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # name: (config, options, target, mesh)
 CASES = {
     "grpo dp": ("grpo.py", {}, "cpu:8", (8, 1, 1)),
@@ -34,6 +35,9 @@ CASES = {
     "experts": ("grpo_moe.py", {"model.remat": "full", "model.scan_layers": "true"}, "cpu:8", (1, 2, 4, 1)),
     "experts mixed": ("grpo_moe.py", {"algorithm.old_logprobs": "recompute"}, "cpu:8", (1, 2, 2, 2)),
     "long rows": ("grpo.py", {"model.remat": "full", "model.scan_layers": "true", "train.row_lengths": (512,)}, "cpu:8", (1, 2, 4, 1, 1)),
+    "long rows, recurrent": ("grpo_hybrid.py", {
+        "model.remat": "full", "model.scan_layers": "true", "train.row_lengths": (512,), "run.warm_start": "", "model.init": "random",
+        "model.tokenizer": "jaxrl://arith/tokenizer", "model.config": HYBRID}, "cpu:8", (1, 2, 4, 1, 1)),
     "five axes": ("grpo_moe.py", {"model.remat": "full", "model.scan_layers": "true", "train.row_lengths": (512,)}, "cpu:32", (2, 2, 2, 2, 2)),
     "1.5B on 64": ("grpo_gsm8k.py", BIG | {"model.config": QWEN}, "cpu:64", (4, 8, 2)),
     "8B on 256": ("grpo_gsm8k.py", BIG | {"model.config": QWEN8B}, "cpu:256", (4, 16, 4)),

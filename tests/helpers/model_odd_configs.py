@@ -368,6 +368,7 @@ IGNORED |= {
 }
 SAID_OF_HYBRIDS = [
     *(e for e in UNUSED if "partial_rotary_factor" not in e), {"attn_output_gate": True}, {"output_gate_type": "silu"},
+    {"output_gate_type": "swish"},
     {"mamba_ssm_dtype": "float32"}, {"mtp_num_hidden_layers": 1}, {"mtp_use_dedicated_embeddings": False},
     {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT]}, {"layer_types": [RECURRENT, RECURRENT, FULL, RECURRENT], "full_attention_interval": 2},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [1, 0, 0]}}]

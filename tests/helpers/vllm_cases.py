@@ -79,7 +79,7 @@ def own_servers(replicas=1, eos=(END,), publish=True, of=None, hf_config=HF, pat
     folder = tempfile.mkdtemp(prefix="vllm-case-")
     cfg = config(engine="vllm", seeded="true")
     cfg.run.dir = folder
-    cfg.rollout.vllm.update({"replicas": replicas, "setup_seconds": 200.0, "health_seconds": 5.0})
+    cfg.rollout.vllm.update({"replicas": replicas, "setup_seconds": TIMEOUT, "health_seconds": 5.0})
     for name, value in options.items():
         group, key = (cfg.rollout, name.removeprefix("rollout_")) if name.startswith("rollout_") else (cfg.rollout.vllm, name)
         group[key] = value

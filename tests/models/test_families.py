@@ -52,6 +52,7 @@ PUBLISHED = {  # parameters in units of 1e9, as their authors or the folders' in
     "GLM-4-9B-0414": 9.4, "glm-4-9b-chat-hf": 9.4, "phi-4": 14.7, "Phi-4-mini-instruct": 3.8,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-4B-BF16": 4.0, "granite-4.0-h-tiny": 6.9, "Falcon-H1-0.5B-Instruct": 0.5,
     "granite-3.3-8b-instruct": 8.2, "ERNIE-4.5-0.3B-PT": 0.4, "Hunyuan-7B-Instruct": 7.5, "MiniMax-M2": 228.7,
+    "Qwen3.5-0.8B": 0.8, "Qwen3.8-27B": 26.9, "Qwen3.5-397B-A17B": 396.3, "Qwen3-Next-80B-A3B-Thinking": 79.7,
     "Qwen2.5-VL-7B-Instruct": 7.6, "Qwen3-VL-30B-A3B-Instruct": 30.5, "gemma-3-4b-it": 3.9, "gemma-3-27b-it": 27.0,
 }
 # published.csv says what each of them was compared with, and in which fields.
@@ -91,16 +92,17 @@ def test_greedy_tokens_of_the_embedded_sampler(folder, name):
     """Prompts of several lengths, side by side, against transformers' greedy decoding of each."""
     import torch
 
+    count = 32 if name in HYBRIDS else 20
     model, params = model_cases.ours(folder(name), scan_layers=True)
-    engine = make_engine(EngineContext(config(slots=4, max_new_tokens=20, prompt_lengths=(20,)), model, eos_ids=()))
+    engine = make_engine(EngineContext(config(slots=4, max_new_tokens=count, prompt_lengths=(20,)), model, eos_ids=()))
     engine.publish(params, 0)
     theirs, rng = model_cases.loaded(folder(name)), np.random.default_rng(1)
     prompts = [rng.integers(3, 96, n).astype(np.int32) for n in (1, 7, 13, 20)]
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=20)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=count)
     for prompt, result in zip(prompts, generate(engine, [Request(str(i), p, greedy, seed=0) for i, p in enumerate(prompts)], TIMEOUT),
                               strict=True):
         ids = torch.tensor(prompt)[None].long()
-        for _ in range(20):
+        for _ in range(count):
             with torch.no_grad():
                 ids = torch.cat([ids, theirs(ids).logits[:, -1:].argmax(-1)], dim=1)
         np.testing.assert_array_equal(result.tokens, ids[0, len(prompt):].numpy())

@@ -55,9 +55,27 @@ def test_a_packed_sequence_is_the_sequence_alone(folder):
                 ids[:len(sequence)] = sequence
                 weights = one * (place >= len(sequence) - len(columns))
                 alone.append(graded(params, ids[None], place[None] * one[None], one[None], 0 * one[None], weights[None].astype(float)))
-        assert abs(packed[0] - sum(value for value, _ in alone)) < 1e-10 * abs(packed[0])
+        assert abs(packed[0] - sum(value for value, _ in alone)) < 1e-12 * abs(packed[0])
         for got, *parts in zip(*map(jax.tree.leaves, (packed[1], *(g for _, g in alone))), strict=True):
-            np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-10 * (1 + np.abs(got).max()))
+            np.testing.assert_allclose(got, sum(parts), rtol=0, atol=1e-12 * (1 + np.abs(got).max()))
+
+
+@pytest.mark.full
+@first_cases(1, "name", ["qwen3_5", "nemotron_h_dense"], full=0)
+def test_gradients_are_those_of_the_recurrence_token_by_token(folder, name):
+    """float64, packed rows with shared prompts: by every parameter, rates, shifts and taps among them, through chunks as through tokens."""
+    with jax.enable_x64(True):
+        arrays = model_cases.batch()[0]
+        ones = (arrays[2] > 0).astype(float)
+
+        def gradients(recurrence):
+            model, params = model_cases.ours(folder(name), True, jnp.float64, recurrence=recurrence)
+            run = lambda p: jax.nn.log_softmax(model.logits(p, model.hidden(p, *arrays)))  # noqa: E731
+            return jax.jit(jax.grad(lambda p: jnp.sum(ones * jnp.sin(run(p)).sum(-1))))(params)
+
+        got, want = gradients("xla"), gradients("reference")
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            assert 0 < np.linalg.norm(b) and np.linalg.norm(a - b) <= 1e-12 * np.linalg.norm(b), path
 
 
 @pytest.mark.full

@@ -50,6 +50,17 @@ def test_what_cut_rows_send_over_cp():
     assert {group for program, _, group in budget if program in ("prefill", "insert", "decode")} == {8}
 
 
+@pytest.mark.full
+def test_what_recurrences_exchange_over_cp():
+    """Per layer and token queries, keys, values, what is written and the decay, and the output back: in the forward pass, when it is computed
+    again, and their gradients. Of a sampler nothing is."""
+    budget, cp, layers, model = collective_cases.budget("long rows, recurrent"), 4, 3, collective_cases.HYBRID
+    keys, values = (model[f"linear_num_{kind}_heads"] * model[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
+    tokens, numbers = 2048, 2 * keys + 2 * values + 2 * model["linear_num_value_heads"]
+    assert budget["update", "all-to-all", cp] == (layers * 3 * 6, layers * 3 * tokens * 4 * numbers)
+    assert {program for program, kind, _ in budget if kind == "all-to-all"} == {"update"}
+
+
 def with_broken(rule: str) -> list[str]:
     """What of the case `ppo mixed` is over its budget where a sharding rule is broken (broken_rule.py)."""
     popen = compiling.subprocess.Popen
