@@ -23,7 +23,10 @@ def word(number: int) -> str:
 def test_the_corpus():
     found = results("migrate_corpus")
     since = found.pop("since")
+    read = found.pop("by rows")
     rows = [row for name, row in found.items() if name != "documents"]
+    assert f"Of {len(read)} further configs" in PAGE and f"wrote {sum(row['rows'] for row in read.values())} rows" in PAGE
+    assert not any(row["wrong"] for row in read.values())
     full, partial, refused, unreadable = (sum(row.get(outcome, 0) for row in rows) for outcome in OUTCOMES)
     assert f"({sum(row['configs'] for row in rows)} example configs of {word(len(rows))} systems" in PAGE
     assert f"{full} end as full, {partial} as partial, {refused} are refused by name, and {word(unreadable)} is unreadable" in PAGE

@@ -45,7 +45,7 @@ def _through(delta, given, arrays, rest, used):
 
 
 def _forward(delta, given, arrays, rest, used, keep=True):
-    """Returns (the results of `_through`, what its backward pass needs); keep: the pair of states before each stretch."""
+    """Returns (the results of `_through`, what its backward pass needs). keep: the states before each stretch, too."""
 
     def one(i, carry):
         pair, out, kept = carry
