@@ -4,7 +4,7 @@ Command:   jaxrl train --config=configs/grpo_hybrid.py
 Hardware:  any; two CPU cores.
 Expected:  held-out accuracy 10.8 -> 91.5, 92.1, 92.1 % (seeds 0, 1, 2 from one warm start); with shuffled rewards 13.2 %
            (CPU, jax 0.10.2); docs/explanations/kernels.md has the kinds of problems.
-           305 seconds on two cores, 215 of them the warm start.
+           261 seconds on two cores, 192 of them the warm start.
 
 Variants:  tiny (learns next to nothing; for tests).
 """

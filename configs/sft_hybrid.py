@@ -3,7 +3,7 @@
 Command:   jaxrl train --config=configs/sft_hybrid.py
 Hardware:  any; two CPU cores.
 Expected:  loss per trained token 1.87 (step 50), 0.70 (step 100), 0.29 (step 550), 0.05 (step 650), 0.20 (step 1100)
-           (CPU, jax 0.10.2); 215 seconds on two cores. The last demonstrations give only the boxed answer.
+           (CPU, jax 0.10.2); 192 seconds on two cores. The last demonstrations give only the boxed answer.
 
 Variants:  tiny (learns next to nothing; for tests).
 """
