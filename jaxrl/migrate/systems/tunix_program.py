@@ -125,7 +125,8 @@ def dtypes(m: Migration):
 
 
 # other values that change a program's config; None = none does: no call of a program gives the key, or only one value is read
-OTHER = {ACTOR + "load_dtype": "bfloat16", ACTOR + "mesh.shape": None, OPT + "opt_type": None, OPT + "schedule_type": None}
+OTHER = {ACTOR + "load_dtype": "bfloat16", ACTOR + "mesh.shape": None, OPT + "opt_type": None, OPT + "schedule_type": None,
+         "apply_chat_template_to_dataset": None}
 BESIDE = {"rollout_model_config.mesh.shape": {MODEL + "mesh.shape": "(2,2)"}}  # a program has no usual mesh
 OWN = {"model": model, "batch": batch, "data": data, "length of the run": run, "optimizer": optimizer, "dtypes": dtypes}
 
