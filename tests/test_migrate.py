@@ -686,8 +686,8 @@ def test_a_name_that_no_version_has_is_unknown(system):
             name = re.sub(r"\*\*?$", invented, pattern).replace("*", "one")
             if name.rpartition(".")[2] != invented:
                 continue  # the pattern is in the middle
-            if any(map(ANYBODYS.search, name.split(".")[:-1])):
-                continue
+            if any(map(ANYBODYS.search, name.split(".")[:-1])) or any(open_.fullmatch(name) for open_ in known.patterns):
+                continue  # a table of anybody's names
             m = migrated(system, {**table_of(system).required, name: 3})
             kinds = {record.key: record.kind for record in m.records()}
             assert kinds[name] == "unknown", name
