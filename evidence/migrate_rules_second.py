@@ -399,7 +399,7 @@ _RLVR_FIVE = _RLVR + (
     ("optimizer.warmup_steps", 20, "configs/training_args.py:105"),
     ("optimizer.decay_steps", {0, 480}, "configs/base_config.py:759-765: 500 updates with the warm-up"),
     ("rollout.max_staleness", 0, "configs/base_config.py:70"),
-    ("shares", (19 / 64, 6 / 64, 8 / 64, 6 / 64, 25 / 64), "by name: pipeline/rlvr/rlvr_pipeline.py:285-289: rounded down, the last domain has the rest"),
+    ("shares", (19 / 64, 6 / 64, 8 / 64, 6 / 64, 25 / 64), "by name: pipeline/rlvr/rlvr_pipeline.py:285-289: rounded down, the last has the rest"),
     ("eval.every_steps", 10, "the file: eval_steps"),
     ("eval.before", True, "pipeline/rlvr/rlvr_pipeline.py:528: at step 0, before it"),
     ("eval.after", False, "pipeline/rlvr/rlvr_pipeline.py:528"),
@@ -531,7 +531,8 @@ SECOND = {  # (system, repository, commit or tag, --from-version, file): its row
     ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/frozenlake/train_frozenlake_qwen3.py"): _LAKE_NEW + (
         ("model.path", "Qwen/Qwen3-8B", "examples/frozenlake/train_frozenlake_qwen3.py:229"),),
     ("tunix", TUNIX, "v0.1.7", "0.1.7", "examples/frozenlake/train_frozenlake.py model_config.model_id=Qwen/Qwen3-8B"): _LAKE_OLD,
-    ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/math_gsm8k/qwen3_grpo_demo.py batch_size=4 rollout_config.temperature=1.0 rollout_config.top_k=null"): _VTC,
+    ("tunix", TUNIX, "c7d8950", "0.1.7",
+     "examples/math_gsm8k/qwen3_grpo_demo.py batch_size=4 rollout_config.temperature=1.0 rollout_config.top_k=null"): _VTC,
     ("tunix", TUNIX, "c7d8950", "0.1.7", "examples/grpo_gemma.ipynb"): _GEMMA,
     ("roll", ROLL, "8eb27cc", "0.3.0", "examples/docs_examples/example_grpo.yaml"): _RLVR_FIVE + _GROUP + (
         _TOKEN, _MEAN, ("algorithm.whiten", True, "utils/functionals.py:1183")),

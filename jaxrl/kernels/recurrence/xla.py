@@ -37,15 +37,17 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = Tr
     return in_rows(out, now, chunks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _through(delta, given, arrays, rest, used):
+def _plainly(delta, given, arrays, rest, used):
     """Returns (out [stretches, N, B, C, h, r, V], the last states [B, h, r, K, V]) of the first `used` stretches; later
     ones, which have no tokens, cost nothing and are 0. given, arrays, rest: of `by_group` and `in_stretches`."""
     return _forward(delta, given, arrays, rest, used, keep=False)[0]
 
 
+_through: Any = jax.custom_vjp(_plainly, nondiff_argnums=(0,))
+
+
 def _forward(delta, given, arrays, rest, used, keep=True):
-    """Returns (the results of `_through`, what its backward pass needs). keep: the states before each stretch, too."""
+    """Returns (the results of `_plainly`, what its backward pass needs). keep: the states before each stretch, too."""
 
     def one(i, carry):
         pair, out, kept = carry
@@ -67,7 +69,8 @@ def _backward(delta, found, cotangents):
         pair, of_given, of_arrays = carry
         i = used - 1 - j
         own, others = _at(i, arrays, rest)
-        _, pull = jax.vjp(lambda *x: _STRETCHES[delta](*x, others), _at(i, kept), given, own)
+        step = lambda pair, given, own: _STRETCHES[delta](pair, given, own, others)  # noqa: E731
+        _, pull = jax.vjp(step, _at(i, kept), given, own)
         pair, more, of_own = pull((pair, _at(i, cotangents[0])))
         return pair, of_given + more, jax.tree.map(lambda all_, x: _put(all_, x, i), of_arrays, of_own)
 
