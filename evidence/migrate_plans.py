@@ -94,11 +94,13 @@ def _gemma3(text: dict) -> dict:
 _LLAMA3 = {**MODELS["70B"], "rope_theta": 5e5}
 _3B = {**QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
 _7B = {**_QWEN7, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+_4B = {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": True}
 _1_7B = {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True}
 SHAPES = (
     (r"qwen2\.5-vl-7b", _qwen25_vl(_7B)), (r"qwen2\.5-vl-3b", _qwen25_vl(_3B)),
     (r"qwen2-vl-7b", _qwen_vl("qwen2_vl", _7B, [16, 24, 24], depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, hidden_size=3584)),
     (r"qwen3-vl-2b", _qwen3_vl(_1_7B, depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])),
+    (r"qwen3-vl-4b", _qwen3_vl(_4B, depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])),
     (r"qwen3-vl-8b", _qwen3_vl(MODELS["8B"] | {"tie_word_embeddings": False})),
     (r"qwen3-vl-30b-a3b", _qwen3_vl(MODELS["30B-A3B"], "qwen3_vl_moe")),
     (r"qwen3-1\.7b", _1_7B),
@@ -135,8 +137,7 @@ SHAPES = (
                                                      "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}),
     (r"qwen2\.5-(coder-)?32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
                                            "num_attention_heads": 40, "num_key_value_heads": 8}),
-    (r"qwen3-4b", {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-                   "tie_word_embeddings": True}),
+    (r"qwen3-4b", _4B),
     (r"qwen3[-_]8b", MODELS["8B"]), (r"qwen3-32b", MODELS["32B"]), (r"qwen3-30b-a3b", MODELS["30B-A3B"]),
     (r"mistral-nemo", {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
                        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
