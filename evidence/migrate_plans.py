@@ -137,6 +137,8 @@ SHAPES = (
                                                      "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}),
     (r"qwen2\.5-(coder-)?32b|r1-distill-qwen-32b", {**_QWEN7, **_LONG, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
                                            "num_attention_heads": 40, "num_key_value_heads": 8}),
+    (r"qwen3-0\.6b", {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                      "tie_word_embeddings": True}),
     (r"qwen3-4b", _4B),
     (r"qwen3[-_]8b", MODELS["8B"]), (r"qwen3-32b", MODELS["32B"]), (r"qwen3-30b-a3b", MODELS["30B-A3B"]),
     (r"mistral-nemo", {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
