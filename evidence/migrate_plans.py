@@ -187,6 +187,8 @@ def write_all(clones: Path, out: Path) -> dict[str, dict]:
                     if status:
                         continue
                     config = load_config(str(folder / report["config"]))
+                    if config.model.chat_template.endswith(".jinja2"):  # a file of the repository, which the job is started in
+                        take(clone(clones, repository), at, [config.model.chat_template], folder)
                     shape, options = shape_of(report, config.model.path), flat(config.to_dict())
                     here = config.rollout.engine != "vllm"
                     read = sorted((k, str(v)) for k, v in options.items() if not UNREAD.fullmatch(k) or here and SAMPLED.fullmatch(k))
