@@ -188,7 +188,10 @@ def write_all(clones: Path, out: Path) -> dict[str, dict]:
                         continue
                     config = load_config(str(folder / report["config"]))
                     if config.model.chat_template.endswith(".jinja2"):  # a file of the repository, which the job is started in
-                        take(clone(clones, repository), at, [config.model.chat_template], folder)
+                        text = subprocess.run(["git", "-C", str(clone(clones, repository)), "show", f"{at}:{config.model.chat_template}"],
+                                              check=True, capture_output=True).stdout
+                        (folder / config.model.chat_template).parent.mkdir(parents=True, exist_ok=True)
+                        (folder / config.model.chat_template).write_bytes(text)
                     shape, options = shape_of(report, config.model.path), flat(config.to_dict())
                     here = config.rollout.engine != "vllm"
                     read = sorted((k, str(v)) for k, v in options.items() if not UNREAD.fullmatch(k) or here and SAMPLED.fullmatch(k))
