@@ -38,8 +38,10 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = Tr
 
 
 def _plainly(delta, given, arrays, rest, used):
-    """Returns (out [stretches, N, B, C, h, r, V], the last states [B, h, r, K, V]) of the first `used` stretches; later
-    ones, which have no tokens, cost nothing and are 0. given, arrays, rest: of `by_group` and `in_stretches`."""
+    """Returns (out [stretches, N, B, C, h, r, V], the last states [B, h, r, K, V]) of the first `used` stretches.
+
+    Chunks fill a row from its start: later stretches have no tokens, cost nothing and are 0. given, arrays, rest: of
+    `by_group` and `in_stretches`."""
     return _forward(delta, given, arrays, rest, used, keep=False)[0]
 
 
@@ -63,6 +65,7 @@ def _forward(delta, given, arrays, rest, used, keep=True):
 
 
 def _backward(delta, found, cotangents):
+    """Returns the gradients of given and arrays, from the last used stretch to the first, each run forward again."""
     given, arrays, rest, used, kept = found
 
     def one(j, carry):
