@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.attention_cases import SHARED_CASES, SMALL_BLOCKS, check_shared, shared_inputs
-from helpers.tiers import first_cases
+from helpers.tiers import first_cases, nightly
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -125,16 +125,15 @@ def test_layers_with_a_window_read_their_own_copies(small_blocks):
 
 
 @pytest.mark.mosaic
-@pytest.mark.parametrize("case", [dataclasses.replace(c, dtype="bfloat16") for c in SHARED_CASES],
-                         ids=range(len(SHARED_CASES)))
-@pytest.mark.parametrize("part", [16, 1])
-def test_gpu_kernel(case, part, monkeypatch):
+@pytest.mark.parametrize("number,part", [(0, 16), (1, 1), (2, 16), (3, 1), nightly(0, 1), nightly(1, 16), nightly(2, 1), nightly(3, 16)])
+def test_gpu_kernel(number, part, monkeypatch):
     """Races, uninitialised memory and reads beyond an end looked for; few multiprocessors, or many and tiles in
     parts."""
     from test_attention_gpu import strict
 
     monkeypatch.setattr(gpu_chip, "MULTIPROCESSORS", 2 if part == 16 else 12)
     monkeypatch.setattr(cached.tuned, "PART", part)
+    case = dataclasses.replace(SHARED_CASES[number], dtype="bfloat16")
     check_shared("gpu", case, interpret=strict())
 
 

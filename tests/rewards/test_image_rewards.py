@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.image_functions import blind, brightness, widths
 from helpers.service_cases import Scripted, service_scores
 from PIL import Image as Pillow
 
@@ -99,19 +100,6 @@ def data():
     tokenizer = load_tokenizer(c)
     source = ImageSource(c, "qwen3_vl", tokenizer, tower=TOWER)
     return load_train(c, tokenizer, tokenizer.eos_token_id, rows, images=source), source, pixels, tokenizer
-
-
-def brightness(completion, images, scale=1.0):
-    """Of the images of a row; of none 0."""
-    return scale * sum(float(one.pixels.mean()) for one in images) + 1000 * len(images)
-
-
-def widths(completions, image_sizes):
-    return [float(sum(one.stored[1] * 1000 + one.seen[1] for one in sizes)) for sizes in image_sizes]
-
-
-def blind(completion):
-    return 1.0
 
 
 @pytest.mark.full
