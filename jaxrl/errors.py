@@ -2,7 +2,12 @@
 
 
 class ConfigError(ValueError):
-    """A config that cannot work. The message names the field, its value and the remedy."""
+    """A config that cannot work. The message names the field, its value and the remedy, and stands alone: a traceback
+    shows what it was raised from only where that is named (`raise ... from`)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.__suppress_context__ = True
 
 
 class RunStopped(RuntimeError):

@@ -26,7 +26,7 @@ def warmup_updates(config, total_updates: int) -> int:
 def schedule_text(config, total_updates: int) -> str:
     """Returns the schedule of the learning rate in words, with its warm-up, and whether the run ends within it."""
     warmup = warmup_updates(config, total_updates)
-    ends = f", which this run of {total_updates} does not leave" if warmup > total_updates else ""
+    ends = f", which this run of {total_updates} does not leave" if total_updates <= warmup else ""
     return config.schedule + (f" after {warmup} updates of warm-up{ends}" if warmup else "")
 
 

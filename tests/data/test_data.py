@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import traceback
 
 import numpy as np
 import pyarrow as pa
@@ -167,8 +168,9 @@ BAD = [
 @pytest.mark.parametrize("name, content, text", BAD)
 def test_bad_rows_are_errors_with_their_place(plain, tmp_path, name, content, text):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=text) as found:
         train(plain, tmp_path / name)
+    assert "During handling" not in "".join(traceback.format_exception(found.value))
 
 
 @pytest.mark.parametrize("name, content, text", BAD)
@@ -462,7 +464,7 @@ def test_overlong_targets_are_left_out_never_cut(plain, tmp_path):
 # -- sets ------------------------------------------------------------------------------------------------------------
 
 
-def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path):
+def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path, caplog):
     a, b = write_jsonl(tmp_path / "a.jsonl", questions(7)), write_jsonl(tmp_path / "b.jsonl", questions(3))
     config = make_config(plain, a, eval__sets=(f"first={a}", f"second={b}"))
     sets = load_eval_sets(config, load_tokenizer(config))
@@ -470,6 +472,7 @@ def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path):
     assert [e.columns["id"] for e in sets["first"]] == list(range(7)) and len(sets["second"]) == 3
     config.eval.max_rows = 2
     assert [len(s) for s in load_eval_sets(config, load_tokenizer(config)).values()] == [2, 2]
+    assert "eval.sets first" in caplog.text and "is trained on" in caplog.text and "eval.sets second" not in caplog.text
 
 
 @pytest.mark.parametrize("sets, text", [

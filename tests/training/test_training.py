@@ -384,7 +384,7 @@ def test_the_start_says_how_long_the_rate_rises_and_whether_the_run_ends_before(
     assert schedule_text(c, 3) == "cosine"
     c.warmup_steps = 20
     assert schedule_text(c, 100) == "cosine after 20 updates of warm-up"
-    assert schedule_text(c, 3) == "cosine after 20 updates of warm-up, which this run of 3 does not leave"
+    assert schedule_text(c, 20) == "cosine after 20 updates of warm-up, which this run of 20 does not leave"
     c.warmup_fraction = 0.1
     assert schedule_text(c, 100) == "cosine after 10 updates of warm-up"
 
