@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxrl.data.chat_template import EXTRA_FIELDS, PromptError, Template, check_messages, check_tools
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 from jaxrl.types import Places
 
 if TYPE_CHECKING:
@@ -320,7 +320,8 @@ class Reader:
                                   "data.train_turns=all trains on every assistant message of a conversation")
             completion = assistant_content(messages[0])
         if not isinstance(completion, str | dict):
-            raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
+            as_text = f': write {completion} as "{completion}"' if isinstance(completion, int | float) else ""
+            raise PromptError(f"column {self.completion!r} holds {type_of(completion)}, expected text{as_text}")
         if isinstance(completion, dict) and not self.template.chat:
             raise PromptError(f"the completion has "
                               f"{' and '.join(k for k in completion if k not in ('role', 'content'))}, "

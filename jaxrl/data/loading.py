@@ -126,7 +126,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
                    tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Warns of a set that is a file of the training data. Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
+    Warns of a set that is a file of the training data. Rows keep their order. None is dropped or repeated, except as
+    `data.overlong_prompt` says (counted and reported).
     Supervised jobs read a set's completion column where it has one.
 
     Args:

@@ -444,7 +444,7 @@ def test_targets_from_messages(chat, tmp_path):
 
 @pytest.mark.parametrize("row, text", [
     ({"prompt": "p", "text": "x"}, "column 'completion' is missing.*found: prompt, text; data.completion_column"),
-    ({"prompt": "p", "completion": 3}, "column 'completion' holds int"),
+    ({"prompt": "p", "completion": 3}, "column 'completion' holds an int, expected text: write 3 as \"3\""),
     ({"prompt": [{"role": "assistant", "content": "x"}]}, "an assistant turn and nothing before it"),
 ])
 def test_bad_targets(chat, tmp_path, row, text):
