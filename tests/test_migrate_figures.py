@@ -23,7 +23,7 @@ def word(number: int) -> str:
 
 
 def cells(first: str) -> list[int]:
-    """Returns the numbers at the beginning of the cells of the page's one row that begins with `first` and a number; 0 = empty."""
+    """Returns the numbers that begin the cells of the page's one row with `first` and a number; 0 = an empty cell."""
     rows = re.findall(rf"^\| {re.escape(first)} \|( \d.*)\|$", TEXT, re.M)
     assert len(rows) == 1, first
     return [int(re.match(r" *([\d,]*)", cell)[1].replace(",", "") or 0) for cell in rows[0].split("|")]

@@ -17,7 +17,7 @@ from jaxrl.models.io import hf
 SAME = ("patch", "merge", "frames", "mean", "std")  # fields of a Rule that decide what a patch is
 
 
-def described(source: str, revision: str | None, images=None, weights: bool = True) -> dict:
+def read_tower_config(source: str, revision: str | None, images=None, weights: bool = True) -> dict:
     """Returns the HF config of a model that sees a job's images, with its tower.
 
     Args:
