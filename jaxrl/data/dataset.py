@@ -320,7 +320,8 @@ class Reader:
                                   "data.train_turns=all trains on every assistant message of a conversation")
             completion = assistant_content(messages[0])
         if not isinstance(completion, str | dict):
-            raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text")
+            raise PromptError(f"column {self.completion!r} holds {type(completion).__name__}, expected text; "
+                              "write the value as text")
         if isinstance(completion, dict) and not self.template.chat:
             raise PromptError(f"the completion has "
                               f"{' and '.join(k for k in completion if k not in ('role', 'content'))}, "
