@@ -169,8 +169,9 @@ BAD = [
 @pytest.mark.parametrize("name, content, text", BAD)
 def test_bad_rows_are_errors_with_their_place(plain, tmp_path, name, content, text):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=text) as error:
         train(plain, tmp_path / name)
+    assert error.value.__context__ is None or error.value.__suppress_context__  # one traceback from Python
 
 
 @pytest.mark.parametrize("name, content, text", BAD)
