@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.checkpoint.resume import FUTURE, PAST, changes_past, config_changes
+from jaxrl.checkpoint.resume import FUTURE, PAST, config_changes, refusal_reason
 from jaxrl.config.load import default_config, put, redacted
 from jaxrl.config.schema import options
 from jaxrl.data.mixture import OWN, SOURCE_ONLY
@@ -10,7 +10,7 @@ from jaxrl.data.mixture import OWN, SOURCE_ONLY
 
 @pytest.mark.parametrize("name", list(options()) + ["user.anything", "model.config.hidden_size"])
 def test_every_option_is_classified(name):
-    why = changes_past(name)
+    why = refusal_reason(name)
     assert why is None or len(why) > 10
 
 
@@ -24,7 +24,7 @@ def test_every_entry_of_the_table_is_an_option_or_a_group_with_options():
 
 def test_an_unknown_group_is_not_guessed():
     with pytest.raises(KeyError):
-        changes_past("engines.count")
+        refusal_reason("engines.count")
 
 
 def changed(**values):

@@ -31,15 +31,18 @@ class Table(NamedTuple):
 
 
 class PreferenceBatch(NamedTuple):
-    """The inputs of a preference loss.
+    """The inputs of a preference loss, and the symbols of the losses' docstrings.
+
+    x = s - r, m = s / |y|, |y| = tokens of a completion; c is a pair's chosen completion, w its rejected one; beta, eps
+    (label_smoothing) and others are options.
 
     Attributes:
       s: [N] float64, log-prob of each completion under the policy, summed over its tokens (nats).
       r: [N] float64, the same under the reference; 0 if the loss needs none.
       lengths: [N] float64, tokens of each completion.
       table: pairs and labels.
-      z0: constant of `kto`, an estimate of KL(policy || reference) from mismatched completions, at
-        least 0; 0 elsewhere.
+      z0: constant of `kto`, an estimate of KL(policy || reference) from mismatched completions, at least 0; 0
+        elsewhere.
       options: all below `preference`.
     """
 
@@ -99,18 +102,18 @@ def _d(batch: PreferenceBatch):
 
 
 def dpo(batch: PreferenceBatch):
-    """Computes DPO (arXiv 2305.18290, eq. 7): sp(-d), d = beta (x_c - x_w); with label_smoothing eps > 0 conservative
-    DPO: (1 - eps) sp(-d) + eps sp(d).
+    """Computes DPO (arXiv 2305.18290, eq. 7): softplus(-d), d = beta (x_c - x_w); with label_smoothing eps > 0
+    conservative DPO: (1 - eps) softplus(-d) + eps softplus(d).
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     return _of_difference(batch, *_smoothed(_d(batch), batch.options.label_smoothing))
 
 
 def robust(batch: PreferenceBatch):
     """Computes robust DPO (arXiv 2403.00409, eq. 12), unbiased where a share eps (label_smoothing) of the labels is
-    flipped:
-    ((1 - eps) sp(-d) - eps sp(d)) / (1 - 2 eps), d = beta (x_c - x_w). Returns (mean over pairs, its derivative by s
-    [N])."""
+    flipped: ((1 - eps) softplus(-d) - eps softplus(d)) / (1 - 2 eps), d = beta (x_c - x_w). Returns (mean over pairs,
+    its derivative by s, [N] float64); symbols: PreferenceBatch."""
     d, eps = _d(batch), batch.options.label_smoothing
     loss = ((1 - eps) * sp(-d) - eps * sp(d)) / (1 - 2 * eps)
     return _of_difference(batch, loss, (-(1 - eps) * sigmoid(-d) - eps * sigmoid(d)) / (1 - 2 * eps))
@@ -119,7 +122,8 @@ def robust(batch: PreferenceBatch):
 def hinge(batch: PreferenceBatch):
     """Computes SLiC's loss (arXiv 2305.10425) with log-ratios (arXiv 2309.06657): max(0, 1 - d), d = beta (x_c - x_w).
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     d = _d(batch)
     return _of_difference(batch, np.maximum(1 - d, 0), -(d < 1).astype(float))
 
@@ -128,7 +132,8 @@ def ipo(batch: PreferenceBatch):
     """Computes IPO (arXiv 2310.12036, eq. 17): (x_c - x_w - 1 / (2 beta))^2. With ipo_mean each side's x is divided by
     its |y|.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     o, x = batch.options, batch.x
     per = batch.sides(1 / batch.lengths) if o.ipo_mean else (1.0, 1.0)
     x_c, x_w = batch.sides(x)
@@ -137,9 +142,10 @@ def ipo(batch: PreferenceBatch):
 
 
 def dpo_norm(batch: PreferenceBatch):
-    """Computes DPO of means per token (arXiv 2411.15124, sec. 5.1.1): sp(-beta (x_c / |c| - x_w / |w|)).
+    """Computes DPO of means per token (arXiv 2411.15124, sec. 5.1.1): softplus(-beta (x_c / |c| - x_w / |w|)).
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
     x_c, x_w = batch.sides(batch.x)
     loss, slope = _smoothed(o.beta * (x_c / n_c - x_w / n_w), 0.0)
@@ -149,7 +155,9 @@ def dpo_norm(batch: PreferenceBatch):
 def exo(batch: PreferenceBatch):
     """Computes EXO for pairs (arXiv 2402.00856, eq. 16): KL of (sigmoid(d), sigmoid(-d)) to (1 - eps, eps).
 
-    d = beta (x_c - x_w); eps = label_smoothing, between 0 and 1. Returns (mean over pairs, its derivative by s [N])."""
+    d = beta (x_c - x_w); eps = label_smoothing, between 0 and 1. Returns (mean over pairs, its derivative by s, [N]
+    float64); symbols: PreferenceBatch.
+    """
     d, eps = _d(batch), batch.options.label_smoothing
     q, other = sigmoid(d), sigmoid(-d)
     loss = q * (-sp(-d) - np.log1p(-eps)) + other * (-sp(d) - np.log(eps))
@@ -157,10 +165,12 @@ def exo(batch: PreferenceBatch):
 
 
 def discopop(batch: PreferenceBatch):
-    """Computes DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5): (1 - g) sp(-d) + g e^-d, g = sigmoid(d /
-    tau).
+    """Computes DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5): (1 - g) softplus(-d) + g e^-d, g =
+    sigmoid(d / tau).
 
-    d = beta (x_c - x_w); tau = discopop_tau. Returns (mean over pairs, its derivative by s [N])."""
+    d = beta (x_c - x_w); tau = discopop_tau. Returns (mean over pairs, its derivative by s, [N] float64); symbols:
+    PreferenceBatch.
+    """
     d, tau = _d(batch), batch.options.discopop_tau
     g, off = sigmoid(d / tau), sigmoid(-d / tau)
     power = np.exp(-d - sp(-d / tau))  # g e^-d
@@ -178,17 +188,21 @@ def _a_b(batch: PreferenceBatch):
 
 
 def nca(batch: PreferenceBatch):
-    """Computes NCA for pairs (arXiv 2402.05369, eq. 12): sp(-a) + sp(a) / 2 + sp(b) / 2, a = beta x_c, b = beta x_w.
+    """Computes NCA for pairs (arXiv 2402.05369, eq. 12): softplus(-a) + softplus(a) / 2 + softplus(b) / 2, a = beta
+    x_c, b = beta x_w.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     a, b = _a_b(batch)
     return _of_sides(batch, sp(-a) + (sp(a) + sp(b)) / 2, -sigmoid(-a) + sigmoid(a) / 2, sigmoid(b) / 2)
 
 
 def bco(batch: PreferenceBatch):
-    """Computes BCO for pairs (arXiv 2404.04656) with reward shift 0: sp(-a) + sp(b), a = beta x_c, b = beta x_w.
+    """Computes BCO for pairs (arXiv 2404.04656) with reward shift 0: softplus(-a) + softplus(b), a = beta x_c, b = beta
+    x_w.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     a, b = _a_b(batch)
     return _of_sides(batch, sp(-a) + sp(b), -sigmoid(-a), sigmoid(b))
 
@@ -196,7 +210,8 @@ def bco(batch: PreferenceBatch):
 def apo_zero(batch: PreferenceBatch):
     """Computes APO-zero (arXiv 2408.06266, eq. 7): sigmoid(-a) + sigmoid(b), a = beta x_c, b = beta x_w.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     a, b = _a_b(batch)
     return _of_sides(batch, sigmoid(-a) + sigmoid(b), -sigmoid(a) * sigmoid(-a), sigmoid(b) * sigmoid(-b))
 
@@ -204,7 +219,8 @@ def apo_zero(batch: PreferenceBatch):
 def apo_down(batch: PreferenceBatch):
     """Computes APO-down (arXiv 2408.06266, eq. 8): sigmoid(a) + sigmoid(b - a), a = beta x_c, b = beta x_w.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     a, b = _a_b(batch)
     lead = sigmoid(a - b) * sigmoid(b - a)
     return _of_sides(batch, sigmoid(a) + sigmoid(b - a), sigmoid(a) * sigmoid(-a) - lead, lead)
@@ -213,7 +229,8 @@ def apo_down(batch: PreferenceBatch):
 def sppo(batch: PreferenceBatch):
     """Computes SPPO with hard labels (arXiv 2405.00675, eq. 4.7): (x_c - 1 / (2 beta))^2 + (x_w + 1 / (2 beta))^2.
 
-    Returns (mean over pairs, its derivative by s [N])."""
+    Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     (x_c, x_w), half = batch.sides(batch.x), 0.5 / batch.options.beta
     return batch.pairs((x_c - half)**2 + (x_w + half)**2, 2 * (x_c - half), 2 * (x_w + half))
 
@@ -222,8 +239,9 @@ def aot(batch: PreferenceBatch):
     """Computes paired AOT (arXiv 2406.05882): dpo's loss between order statistics of s_c - s_w and of r_c - r_w over
     the step.
 
-    The k-th smallest difference under the policy is compared with the k-th smallest under the reference. Returns
-    (mean over pairs, its derivative by s [N])."""
+    The k-th smallest difference under the policy is compared with the k-th smallest under the reference. Returns (mean
+    over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     ours, theirs = (np.subtract(*batch.sides(v)) for v in (batch.s, batch.r))
     order, beta = np.argsort(ours, kind="stable"), batch.options.beta
     loss, slope = _smoothed(beta * (ours[order] - np.sort(theirs)), batch.options.label_smoothing)
@@ -235,7 +253,9 @@ def aot(batch: PreferenceBatch):
 def aot_unpaired(batch: PreferenceBatch):
     """Computes unpaired AOT (arXiv 2406.05882): dpo's loss between order statistics of x_c and of x_w over the step.
 
-    The k-th smallest x_c is compared with the k-th smallest x_w. Returns (mean over pairs, its derivative by s [N])."""
+    The k-th smallest x_c is compared with the k-th smallest x_w. Returns (mean over pairs, its derivative by s, [N]
+    float64); symbols: PreferenceBatch.
+    """
     (x_c, x_w), beta = batch.sides(batch.x), batch.options.beta
     first, second = np.argsort(x_c, kind="stable"), np.argsort(x_w, kind="stable")
     loss, slope = _smoothed(beta * (x_c[first] - x_w[second]), batch.options.label_smoothing)
@@ -245,10 +265,12 @@ def aot_unpaired(batch: PreferenceBatch):
 
 
 def simpo(batch: PreferenceBatch):
-    """Computes SimPO (arXiv 2405.14734, eq. 6): sp(-(beta (m_c - m_w) - gamma)), m = s / |y|, label_smoothing as in
-    `dpo`.
+    """Computes SimPO (arXiv 2405.14734, eq. 6): softplus(-(beta (m_c - m_w) - gamma)), m = s / |y|, label_smoothing as
+    in `dpo`.
 
-    No reference; gamma = simpo_gamma. Returns (mean over pairs, its derivative by s [N])."""
+    No reference; gamma = simpo_gamma. Returns (mean over pairs, its derivative by s, [N] float64); symbols:
+    PreferenceBatch.
+    """
     o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
     s_c, s_w = batch.sides(batch.s)
     loss, slope = _smoothed(o.beta * (s_c / n_c - s_w / n_w) - o.simpo_gamma, o.label_smoothing)
@@ -256,9 +278,12 @@ def simpo(batch: PreferenceBatch):
 
 
 def cpo(batch: PreferenceBatch):
-    """Computes CPO's preference part (arXiv 2401.08417, eq. 3): sp(-beta (s_c - s_w)), label_smoothing as in `dpo`.
+    """Computes CPO's preference part (arXiv 2401.08417, eq. 3): softplus(-beta (s_c - s_w)), label_smoothing as in
+    `dpo`.
 
-    No reference; the paper's other part is `nll`. Returns (mean over pairs, its derivative by s [N])."""
+    No reference; the paper's other part is `nll`. Returns (mean over pairs, its derivative by s, [N] float64); symbols:
+    PreferenceBatch.
+    """
     s_c, s_w = batch.sides(batch.s)
     return _of_difference(batch, *_smoothed(batch.options.beta * (s_c - s_w), batch.options.label_smoothing))
 
@@ -299,14 +324,15 @@ def kto(batch: PreferenceBatch):
     """Computes KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions,
     without gradient through z0.
 
-    Returns (mean over completions, its derivative by s [N])."""
+    Returns (mean over completions, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
     v = signed * (batch.x - batch.z0)
     return _mean_unpaired(batch, sigmoid(v), signed * sigmoid(v) * sigmoid(-v))
 
 
 def apo_zero_unpaired(batch: PreferenceBatch):
-    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0, with the same results."""
+    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0. Returns what `kto` returns."""
     return kto(batch._replace(z0=0.0))
 
 
@@ -357,9 +383,10 @@ LOSSES: dict[str, Loss] = {
 
 
 def weighted(options) -> dict[str, float]:
-    """Returns {name of a loss: its weight} of the options below `preference`.
+    """Returns {name of a loss: its weight} for the options below `preference`.
 
-    Weights are loss_weights, 1 each where there are none; rpo_alpha adds to the weight of `nll`."""
+    Weights are loss_weights, or 1 each if there are none; rpo_alpha is added to the weight of `nll`.
+    """
     weights = options.loss_weights or (1.0,) * len(options.loss)
     out = dict(zip(options.loss, weights, strict=True))
     return out | ({"nll": out.get("nll", 0.0) + options.rpo_alpha} if options.rpo_alpha else {})

@@ -1,7 +1,7 @@
 """Table of the options that may change when a run resumes from a checkpoint.
 
-*Past*: the checkpoint was written under the old value, and its content (parameters, optimizer state, place in the
-data) means something else under another one. Refused. *Future*: only later steps depend on it. Accepted.
+PAST: the content of the checkpoint (parameters, optimizer state, place in the data) depends on the value with which it
+was written. A change is refused. FUTURE: only later steps depend on the value. A change is accepted.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ PAST: dict[str, str] = {
     "run.seed": "every random stream starts from it",
     "run.warm_start": "the parameters began there",
     "model.*": "it decides the parameters, their names or how text becomes tokens",
-    "lora.*": "it decides what trains, where it lies and what it is multiplied with",
+    "lora.*": "it decides which parameters train, their names and their scale",
     "data.*": "it decides which rows there are and in which order, so the place in the data would mean other rows",
-    "env.tools": "prompts tell of them, and it decides which are too long",
-    "env.mcp": "prompts tell of its tools, and they decide which are too long",
+    "env.tools": "prompts describe them, and so they decide which prompts are too long",
+    "env.mcp": "prompts describe its tools, and so they decide which prompts are too long",
     "reference.path": "the KL term would pull towards another model",
     "reference.revision": "the KL term would pull towards another model",
-    "teacher.path": "the student was brought towards another model",
-    "teacher.revision": "the student was brought towards another model",
+    "teacher.path": "the student was trained towards another model",
+    "teacher.revision": "the student was trained towards another model",
     "critic.path": "the critic's parameters began there",
     "critic.revision": "the critic's parameters began there",
-    "critic.shared": "the value head lies elsewhere",
+    "critic.shared": "the value head is stored elsewhere",
     "optimizer.name": "its state has another form",
     "optimizer.groups": "its state may have another form",
     "train.param_dtype": "the parameters are stored in it",
@@ -63,10 +63,9 @@ PAST: dict[str, str] = {
 }
 
 
-def changes_past(name: str) -> str | None:
-    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError
-    for an unclassified option.
-    """
+def refusal_reason(name: str) -> str | None:
+    """Returns why a change of this option is refused on resume; None if it is accepted. Raises KeyError for an
+    unclassified option."""
     parts = name.split(".")
     if parts[:2] == ["data", "sources"]:
         parts[2:3] = ["<name>"]
@@ -86,32 +85,32 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     Options that one side lacks (another version of jaxrl) are compared with the schema's default.
 
     Returns:
-      (refused, taken): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if it is
-      refused.
+      (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if
+      it is refused.
     """
     before, after = _flat(old), _flat(new)
     defaults = {name: _plain(opt.default) for name, opt in options().items()}
-    refused, taken = [], []
+    refused, accepted_changes = [], []
     for name in sorted(before.keys() | after.keys()):
         a, b = before.get(name, defaults.get(name)), after.get(name, defaults.get(name))
         if a == b:
             continue
         text = f"{name}: {a!r} -> {b!r}"
         try:
-            why = changes_past(name)
+            why = refusal_reason(name)
             if name == "data.prompts_per_step" and (which := scheduled(new.get("data", {}))):
                 why = f"{which} changes with the step, so the place in the data would mean other rows"
         except KeyError:
-            taken.append(f"{text} (not an option of this jaxrl; ignored)")
+            accepted_changes.append(f"{text} (not an option of this jaxrl; ignored)")
             continue
         if why:
             refused.append(f"{text} ({why})")
         else:
-            taken.append(text)
-    return refused, taken
+            accepted_changes.append(text)
+    return refused, accepted_changes
 
 
-# What a run reads, by its entry of run.accept_changed: how the names of its fingerprints begin (jaxrl.checkpoint.fingerprints).
+# Entry of run.accept_changed -> beginnings of the names of its fingerprints (jaxrl.checkpoint.fingerprints).
 READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
         "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
@@ -127,9 +126,9 @@ def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()
         them is not reported.
 
     Returns:
-      (refused, taken), one text each.
+      (refused, accepted_changes), one text each.
     """
-    refused, taken = [], []
+    refused, accepted_changes = [], []
     other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in changes)
     for name in sorted(old.keys() & new.keys()):
         if old[name] == new[name]:
@@ -137,10 +136,10 @@ def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()
         entry = next(entry for entry, begins in READ.items() if name.startswith(begins))
         text = f"{name}: {old[name]} -> {new[name]}"
         if entry in accepted or (entry == "eval" and other_sets):
-            taken.append(text)
+            accepted_changes.append(text)
         else:
-            refused.append(f"{text} (run.accept_changed={entry} goes on with it)")
-    return refused, taken
+            refused.append(f"{text} (run.accept_changed={entry} accepts it)")
+    return refused, accepted_changes
 
 
 def _flat(node: dict) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,8 +125,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
                    tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Warns of a set that is a file of the training data. Rows keep their order. None is dropped or repeated, except as
-    `data.overlong_prompt` says (counted and reported).
+    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
     Supervised jobs read a set's completion column where it has one.
 
     Args:
@@ -140,14 +138,10 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Returns:
       name -> Dataset."""
     data, limit = config.data, config.eval.max_rows
-    trained = {os.path.realpath(path) for path in data.path if os.path.isfile(path)} if rows is None else set()
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):
         if path == IN_MEMORY + name and name in (sets or {}):
             continue
-        if os.path.isfile(path) and os.path.realpath(path) in trained:
-            log.warning("eval.sets %s: %s is trained on, so its accuracy says nothing of other rows; "
-                        "data.eval_fraction=0.1 holds rows of it out", name, path)
         bad = BadRows(data.bad_rows)
         tables = lazy_tables(config, (path,), limit, partial(
             read, path, bad, field=f"eval.sets {name}", splits=(split,), subset=data.subset, revision=data.revision,

@@ -25,7 +25,7 @@ MISSING = object()  # a key without which the source does not run
 
 @dataclass(frozen=True)
 class Since:
-    """A default by version: pairs of (first version it holds from, value), oldest first."""
+    """A default that depends on the version: pairs (first version with the value, value), oldest first."""
 
     pairs: tuple[tuple[str, Any], ...]
 
@@ -70,7 +70,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Joint:
-    """Several keys that make one meaning. by(m) reads them from the Migration and sets options."""
+    """Several keys that together have one meaning. by(m) reads them from the Migration m and sets options."""
 
     title: str
     keys: tuple[Key, ...]
@@ -250,7 +250,7 @@ class Migration:
         return value
 
     def all(self, name: str) -> list[Setting]:
-        """Returns what a pattern of keys took."""
+        """Returns the settings of the source that a key, or a pattern of keys, matches."""
         return self.owned.get(name) or ([self.singles[name]] if name in self.singles else [])
 
     def where(self, name: str) -> str:
@@ -314,7 +314,7 @@ class Migration:
         return "" if value is None else str(value)
 
     def choice(self, name: str, table: Mapping[str, Any]):
-        """Returns what a table says of the text of a key; one that is not in it is unsupported, and None."""
+        """Returns table[text of the key]. Other text is recorded as not carried over, and gives None."""
         value = self.text(name)
         if value in table:
             return table[value]
@@ -330,7 +330,8 @@ class Migration:
     # -- saying --------------------------------------------------------------------------------------------------------
 
     def set(self, option: str, value, *keys: str) -> None:
-        """Sets an option of ours, because of these keys. None only where the option may be."""
+        """Sets an option, because of the source's `keys`. Raises Unreadable for a value that contradicts another
+        rule's, and for None where the option may not be None."""
         if value is None and option in OPTIONS() and OPTIONS()[option].default is not None:
             key = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             raise Unreadable(self.where(key), key, "null: jaxrl needs a value here")
@@ -344,15 +345,15 @@ class Migration:
         self.options[option] = (value, tuple(dict.fromkeys((*self.options.get(option, (0, ()))[1], *keys))))
 
     def set_again(self, option: str, value) -> None:
-        """Replaces what a rule has set, because of the same keys."""
+        """Replaces the value of an option that a rule has set; it keeps the source's keys."""
         self.options[option] = (value, self.options.get(option, (None, ()))[1])
 
     def mark(self, key: str, kind: str, why: str) -> None:
-        """Records what became of a key, where it is not its row's kind."""
+        """Records a kind and reason for a key, in place of those of its row. kind: one of KINDS."""
         self.marks[key] = (kind, why)
 
     def lacks(self, key: str, why: str, refuse: bool = False) -> None:
-        """Records a value that is not carried over; refuse: the job would be another one."""
+        """Records a key whose value is not carried over. refuse: whether the job would be another one without it."""
         self.marks[key] = ("unsupported", why)
         self.lacking.append((key, why, refuse))
 
@@ -436,14 +437,14 @@ class Migration:
                 raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
 
     def ask_data(self) -> Migration:
-        """Asks for the rows where nothing of the source names them."""
+        """Asks the user to name the rows if no key of the source does."""
         named = any(o == "data.path" or o.startswith("data.sources.") for o in self.options)
         if not named and not self.refused and not any("data.path" in text for text in self.needs_you):
             self.needs("data.path: the file names no data set: name your rows")
         return self
 
     def ask_version(self) -> Migration:
-        """Asks for the version where the source has keys that the assumed one has not."""
+        """Asks the user for --from-version if the source has keys that the assumed version does not have."""
         versions, names = self.table.versions, names_of(self.table.name)
         strangers: dict[tuple[str, str], list[str]] = {}
         place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731
@@ -465,7 +466,7 @@ class Migration:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def written(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
-        """Returns the options that a config needs: those of keys that are set, and defaults that are not ours."""
+        """Returns {option: (value, keys)} of the config: what the source sets, and defaults that are not jaxrl's."""
         known = OPTIONS()
         return {
             option: (value, keys)
@@ -496,6 +497,7 @@ class Migration:
         return sorted([*out, *self.computed], key=lambda r: r.key)
 
     def outcome(self, strict: bool) -> str:
+        """Returns "refused", "partial" or "full". strict: "refused" in place of "partial"."""
         if any(refuse for _, _, refuse in self.lacking):
             return "refused"
         partial = bool(self.lacking or self.unknown or self.needs_you)
@@ -505,8 +507,8 @@ class Migration:
 class Names(NamedTuple):
     """The keys of a system's config classes and example files, over the versions that are read.
 
-    keys: dotted name -> (first, last) version that has it, None for all. tables: first parts of these. parents: tables
-    of these. loose: last parts of names whose table is not known.
+    keys: dotted name -> (first, last) version that has it, None for all. tables: first parts of these. parents: their
+    tables. loose: last parts of names whose table is not known.
     """
 
     keys: dict[str, tuple[str, str] | None]
@@ -568,8 +570,7 @@ FREE = cache(free_tables)
 
 
 def fitting(option: str, value):
-    """Returns a value of the source as the option's kind: 1e3 where a whole number is asked for is 1000. Raises
-    ConfigError."""
+    """Converts a value to an option's kind: 1e3 is 1000 where a whole number is needed. Raises ConfigError."""
     opt = OPTIONS().get(option)
     if opt is None and not any(option.startswith(t + ".") for t in FREE()):
         raise ConfigError(f"there is no option {option}")

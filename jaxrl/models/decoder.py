@@ -49,27 +49,33 @@ from jaxrl.models.rope import growth, rotate, rotations
 from jaxrl.models.vision.rows import entries as vision_entries
 from jaxrl.sharding.memory import HOST, fetched
 
-KEPT = "layer_input"
+LAYER_INPUT = "layer_input"
 _ROUTES = jax.checkpoint_policies.save_only_these_names(ROUTES)
-POLICIES = {  # what the backward pass finds, the tokens' experts always; the rest it computes again
+REMAT_POLICIES = {  # what the backward pass finds, the tokens' experts always; the rest it computes again
     "full": _ROUTES,  # the layers' inputs
     "dots": jax.checkpoint_policies.save_from_both_policies(  # and the outputs of matrix products
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ROUTES),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(  # the layers' inputs, in host memory
-        names_which_can_be_saved=[ROUTES], names_which_can_be_offloaded=[KEPT], offload_src="device", offload_dst=HOST),
+        names_which_can_be_saved=[ROUTES], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device",
+        offload_dst=HOST),
 }
 
 
 def like(parameter, x):
-    """Reshapes a parameter of the last axes: leading axes of size 1 for the further axes of x."""
+    """Reshapes a parameter of the last axes of x to x's rank: leading axes of size 1."""
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
 
 
 class Weights(NamedTuple):
-    """Parameters of a layer with their rows, by path: what its mixer and its feed-forward compute with. real: [B, L],
-    which tokens are no padding; None = all. whose: [B, L] number of each token's adapter, where there are several.
-    matmul: the scheme of its products (kernels.low_precision). experts, recurrence: their
-    implementations (kernels.experts, kernels.recurrence)."""
+    """The parameters of a layer, with which its mixer and its feed-forward compute.
+
+    Attributes:
+      rows, values: rows and arrays of the parameters by path.
+      real: [B, L] bool, which tokens are no padding; None = all.
+      whose: [B, L] int, number of each token's adapter; None with at most one adapter.
+      matmul: scheme of the products (kernels.low_precision).
+      experts, recurrence: implementations (kernels.experts, kernels.recurrence).
+    """
 
     config: ModelConfig
     rows: dict[str, parameters.Row]
@@ -81,8 +87,8 @@ class Weights(NamedTuple):
     recurrence: str = "auto"
 
     def linear(self, name: str, x):
-        """Contracts the last axes of x with the first of `<name>/kernel`; adds what its adapter adds and
-        `<name>/bias`, where they are."""
+        """Computes x @ `<name>/kernel` over the kernel's input axes, plus the adapter and `<name>/bias` if there are
+        any."""
         if (see := WATCH.get()) is not None:
             see(name, x)
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
@@ -178,8 +184,9 @@ WATCH: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("watch",
 
 @contextlib.contextmanager
 def watched(see: Callable):
-    """Context in which `see(path, x)` gets the input of each linear map, while a model without scanned or recomputed
-    layers is traced.
+    """Calls `see(path, x)` with the input of each linear map while a model is traced in this context.
+
+    The model's layers must be neither scanned nor recomputed.
 
     path: the module's path in its layer; calls come in the order of the layers. x is a traced value: it may leave the
     trace only as one of its outputs.
@@ -192,8 +199,13 @@ def watched(see: Callable):
 
 
 class Seen(NamedTuple):
-    """What a decoder reads of a batch's images: features [B, F, D] in the place of embeddings, features `taps` that are
-    added behind the first layers, and inserts, rotary and reach of jaxrl.types.Images."""
+    """What a decoder reads of a batch's images.
+
+    Attributes:
+      features: [B, F, D], which replace the embeddings of image tokens.
+      taps: features of the same shape that are added after the first layers, one array per layer.
+      inserts, rotary, reach: of jaxrl.types.Images.
+    """
 
     features: jax.Array
     taps: tuple[jax.Array, ...]
@@ -202,13 +214,15 @@ class Seen(NamedTuple):
     reach: Any = None
 
     def of_tokens(self, features, other=None):
-        """[B, L, D]: the features of the tokens that are an image's, `other` (None = 0) at the others."""
+        """Returns [B, L, D]: each image token's row of `features` [B, F, D], and `other` (None = 0) at all other
+        tokens."""
         found = at_sources(features, jnp.maximum(self.inserts, 0))
         return jnp.where((self.inserts >= 0)[..., None], found, jnp.zeros_like(found) if other is None else other)
 
 
 class Shared(NamedTuple):
-    """What all layers read: [B, L] of the tokens, rotations per distinct rotary embedding, work per distinct window."""
+    """What all layers read: positions, segments and prefixes [B, L] of the tokens, rotations per distinct rotary
+    embedding, attention work per distinct window."""
 
     positions: jax.Array
     prefixes: jax.Array | None
@@ -259,8 +273,9 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
     return times(own.linear("attention/out", out), of_out), kv
 
 
-def beside(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Computes attention and a Mamba-2 of the same hidden states, added up; its cache is that of both."""
+def attention_and_mamba2(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
+    """Computes the sum of an attention and a Mamba-2 layer of the same hidden states; the cache has the entries of
+    both."""
     arguments = own, layer, implementation, x_BxLxD, shared, cache, index
     both: Any = recurrent.mamba2(*arguments), attention(*arguments)
     (y, states), (z, kv) = both
@@ -272,14 +287,14 @@ MIXERS = {"attention": Part(parameters.ATTENTION, attention),
           "gated_attention": Part(parameters.GATED_ATTENTION, attention),
           "gated_delta": Part(parameters.GATED_DELTA, recurrent.gated_delta),
           "gated_delta_by_head": Part(parameters.GATED_DELTA_BY_HEAD, recurrent.gated_delta),
-          "falcon_h1": Part(parameters.FALCON_H1, beside),
+          "falcon_h1": Part(parameters.FALCON_H1, attention_and_mamba2),
           "mamba2": Part(parameters.MAMBA2, recurrent.mamba2),
           "nemotron_attention": Part(parameters.NEMOTRON_ATTENTION, attention),
           "nemotron_mamba2": Part(parameters.NEMOTRON_MAMBA2, recurrent.mamba2)}
 
 
 def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
-    """Returns the rows of a layer. A layer may be a mixer or a feed-forward alone: the other one is "none"."""
+    """Returns the parameter rows of a layer. A mixer or feed-forward "none" has none."""
     mixer, feed_forward = MIXERS.get(layer.mixer, NOTHING), FEED_FORWARDS.get(layer.feed_forward, NOTHING)
     return parameters.NORMS[layer.norms] + mixer.rows + feed_forward.rows
 
@@ -323,8 +338,8 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
     return (0,) if group in ("embed", "vision") else (config.num_layers,)
 
 
-def added_up(first: dict, *more: dict) -> dict:
-    """Adds auxiliary outputs by name; those of feed_forward.STACKED are concatenated."""
+def sum_auxiliary(first: dict, *more: dict) -> dict:
+    """Sums auxiliary outputs by name; those of feed_forward.STACKED are concatenated."""
     join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
     out = dict(first)
     for each in more:
@@ -340,11 +355,13 @@ def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
             keep_kv=False, prompts=None, whose_BxL=None, seen: Seen | None = None, shift_B=None):
-    """Returns (hidden states after the final norm [B, L, D], auxiliary, keys and values).
+    """Runs the decoder. Returns (hidden states after the final norm [B, L, D], auxiliary outputs, keys and values).
 
-    keys and values: the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}. whose:
-    adapter number of each token, with an adapter set. seen: the rows' images; None: no row has one. shift: what is
-    added to a row's positions for rotary angles, where images lie before these tokens; None = 0.
+    Keys and values are the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}.
+
+    prompts: kernels.attention.Shared, while decoding. whose: adapter number of each token, with an adapter set. seen:
+    the rows' images; None: no row has one. shift: added to a row's positions for rotary angles, where images precede
+    these tokens; None = 0.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
@@ -366,12 +383,12 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
     if repeats:
         repeated = None if cache is None else cache["layers"]
         x, kv["layers"], more = _scanned(model, repeats, params["layers"], x, shared, repeated, keep)
-        auxiliary = added_up(auxiliary, more)
+        auxiliary = sum_auxiliary(auxiliary, more)
     x, last, more = _unrolled(model, behind, params, x, shared, cache, keep)
     hidden = rows(Weights(cfg, {}, {"final_norm/scale": fetched(params["final_norm"]["scale"])}).norm("final_norm", x))
     if cfg.logits_divisor != 1:
         hidden = (hidden.astype(acc) / cfg.logits_divisor).astype(dtype)
-    return hidden, added_up(auxiliary, more), kv | last if keep else {}
+    return hidden, sum_auxiliary(auxiliary, more), kv | last if keep else {}
 
 
 def _chunks(positions_BxL, segments_BxL, prefixes_BxL, cache, keep):
@@ -411,7 +428,7 @@ def _layer(model, layer: Layer, params, x, shared, cache, index):
     params = fetched(params)  # which the backward pass does again
     own = Weights(cfg, table, parameters.flattened(params), real, shared.whose, model.matmul, model.experts,
                   model.recurrence)
-    x = checkpoint_name(x, KEPT)
+    x = checkpoint_name(x, LAYER_INPUT)
 
     def normed(name, x):
         return own.norm(name, x) if f"{name}/scale" in table else x
@@ -449,7 +466,7 @@ def _run(model, numbers, names, keep, params, x, shared, cache, index):
             x, own, more = apply(model, layer, params[name], x, read, old, index)
         if number < len(shared.taps):
             x = residual(x + shared.taps[number])
-        kv, auxiliary = kv | ({name: own} if keep else {}), added_up(auxiliary, more)
+        kv, auxiliary = kv | ({name: own} if keep else {}), sum_auxiliary(auxiliary, more)
     return x, kv, auxiliary
 
 
@@ -457,7 +474,7 @@ def recomputed(model, function, scanned: bool):
     """Wraps a function so that the backward pass recomputes it as model.remat says."""
     if model.remat == "none":
         return function
-    return jax.checkpoint(function, policy=POLICIES[model.remat], prevent_cse=not scanned)
+    return jax.checkpoint(function, policy=REMAT_POLICIES[model.remat], prevent_cse=not scanned)
 
 
 def _every(model, keep) -> int:
@@ -472,7 +489,7 @@ def _unrolled(model, numbers, params, x, shared, cache, keep):
         own, old = ({name: tree[name] for name in names} if tree else None for tree in (params, cache))
         group = recomputed(model, functools.partial(_run, model, some, names, keep), scanned=False)
         x, more, new = group(own, x, shared, old, None)
-        kv, auxiliary = kv | more, added_up(auxiliary, new)
+        kv, auxiliary = kv | more, sum_auxiliary(auxiliary, new)
     return x, kv, auxiliary
 
 
@@ -488,7 +505,7 @@ def _scanned(model, repeats, params, x, shared, cache, keep):
             layer = recomputed(model, layer, scanned=True) if every == 1 else layer
             own, old = {name: params[name]}, {name: cache[name]} if cache else None
             x, kv, new = layer(own, x, shared, old, index)
-            auxiliary = added_up(auxiliary, new)
+            auxiliary = sum_auxiliary(auxiliary, new)
             if cache is not None:
                 cache = {**cache, **kv}
             else:

@@ -13,7 +13,8 @@ from jaxrl.models.rope import KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one HF model type becomes a ModelConfig. A string is the HF config key that decides."""
+    """How one HF model type becomes a ModelConfig. A field that is a string names the key of the HF config that
+    decides."""
 
     architecture: str
     defaults: dict                       # HF's own defaults for keys that its config files may leave out
@@ -449,10 +450,10 @@ def family_of(hf_config: dict) -> Family:
 
 
 def text_part(hf_config: dict) -> dict:
-    """Returns the config of what is computed here: of a model's text part, and of an alias as its family's; any other
-    config as it is.
+    """Returns the HF config of the model that is computed: the text part of a model of several parts, the family's
+    config of an alias, or the config itself.
 
-    Raises ConfigError for another architecture, and where text part and model say different things.
+    Raises ConfigError for an architecture that is not supported, and where text part and model contradict each other.
     """
     kind = hf_config.get("model_type")
     if kind in ALIASES:
@@ -483,8 +484,11 @@ def text_part(hf_config: dict) -> dict:
 
 
 def classifier_of(kind: str) -> str:
-    """Returns the name of the sequence classifier of a model of several parts (a key of NESTED). transformers has none
-    of those with a tower; what reward models are called follows its names."""
+    """Returns the name of the sequence classifier of a model of several parts. kind: a key of NESTED.
+
+    transformers has no such class for models with a tower; the name follows its pattern, and reward models are stored
+    under it.
+    """
     return NESTED[kind][1].replace("ForConditionalGeneration", "ForSequenceClassification")
 
 

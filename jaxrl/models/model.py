@@ -50,8 +50,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
 
     Raises ConfigError for configs no family here serves.
     """
-    if remat not in ("none", *decoder.POLICIES):
-        raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.POLICIES)}")
+    if remat not in ("none", *decoder.REMAT_POLICIES):
+        raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.REMAT_POLICIES)}")
     config = model_config(hf_config)
     _, blocks, _ = decoder.spans(config, scan_layers)
     if remat_every > 1 and blocks and (remat_every % config.period or blocks % (remat_every // config.period)):

@@ -74,8 +74,9 @@ def _whole_rows(axis, *arrays) -> Any:
 
 
 def gathered(weight, axes, dtype):
-    """Returns the weight in `dtype`, whole over fsdp and cp and split over tp (experts: over ep, too), as
-    every rank uses it.
+    """Returns a weight in `dtype` as every rank uses it: whole over fsdp and cp, split over tp, experts over ep, too.
+
+    It is cast before it is gathered, so that the mesh exchanges `dtype`. axes: logical axis names of the weight.
     """
     mesh = _mesh()
     if mesh is None:
@@ -93,10 +94,11 @@ def whole(x):
 
 
 def stored(weights, axes):
-    """Constrains stacked weights [N, *weight] to the split of stored parameters, the first axis whole; unchanged
-    without a mesh.
+    """Constrains stacked weights [N, *weight] to the split of stored parameters, with N whole; does nothing without a
+    mesh.
 
-    axes: logical axis names of one weight."""
+    axes: logical axis names of one weight.
+    """
     mesh = _mesh()
     if mesh is None:
         return weights
@@ -111,7 +113,7 @@ def rows(x):
 
 
 def at_sources(x_RxLx, sources_RxS):
-    """Returns x[r, sources[r, s]], [R, S, ...]: of a row's tokens, those that predict the loss slots; see PackedBatch.
+    """Returns x[r, sources[r, s]], [R, S, ...]: the tokens of each row that predict its loss slots (see PackedBatch).
 
     Slots are split over cp as tokens are, equally many per device; their tokens may be on another device.
     """
@@ -430,8 +432,10 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
 
 
 def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):
-    """Computes attention of several queries per slot over a cache, as sharded_cached_attention does of one:
-    kernels.attention over the cache's positions. Queries at or beyond the cache's length are padding.
+    """Computes attention of L queries per slot over a cache, [S, L, H, K], as sharded_cached_attention does for one
+    query.
+
+    Queries at or beyond the cache's length are padding. k_cache, v_cache and index as there.
     """
     def keys(cache):
         x = cache if index is None else cache[index]
@@ -445,10 +449,11 @@ def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **opti
 
 
 def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, **options):
-    """Computes kernels.attention.cached_work_of a cache of layers of `shape`
-    [S, C, G * K], sharded_cached_attention's `work`.
+    """Computes the argument `work` of sharded_cached_attention (kernels.attention.cached_work_of).
 
-    prompts: kernels.attention.Shared or None; each device's rows describe its own slots, counted from its first one.
+    Args:
+      shape: [S, C, G * K], of the cache of a layer.
+      prompts: kernels.attention.Shared or None. Each device's rows describe its own slots, counted from its first one.
     """
     slots, length, width = shape
     size = width // groups
@@ -494,11 +499,11 @@ def write(cache, x_SxLxGxK, positions_SxL, index):
 
 
 def take_slots(cache, slots_K, groups: int):
-    """Copies K slots' rows of the cache, [K, C, G * K] or [N, K, C, G * K]; `groups` is G.
+    """Copies slots of the cache: [K, C, G * K] or [N, K, C, G * K], K slots of C positions; `groups` is G.
 
-    Each device copies of its own slots: its share of the K, in order, names these, or slots that do not exist, whose
-    rows are undefined. (Row by row: a gather would have XLA for TPUs copy the whole cache into another layout, and the
-    partitioner would collect it.)
+    Each device copies of its own slots: its share of slots_K, in order, names these, or slots that do not exist, whose
+    copies are undefined. (Row by row: a gather would have XLA for TPUs copy the whole cache into another layout, and
+    the partitioner would collect it.)
     """
     def local(cache, slots, first):
         at, _ = _own_slots(slots, first, cache.shape[-3])
@@ -508,8 +513,15 @@ def take_slots(cache, slots_K, groups: int):
 
 
 def put_slots(cache, part, slots_K, starts_K, length: int, groups: int):
-    """Returns the cache with `length` positions of K slots, from `starts` on, replaced by `part` (of take_slots). Slots
-    that do not exist are skipped.
+    """Writes `length` positions into each of K slots of the cache, and returns the cache.
+
+    Args:
+      cache: [S, C, G * K], or [N, S, C, G * K].
+      part: source, in the cache's dtype, with K in place of S (as `take_slots` returns it); the same positions are
+        read.
+      slots_K: int, the slots. Each device writes its own; slots that do not exist are skipped.
+      starts_K: int, first position of each slot, lowered to C - length if it is larger.
+      groups: G.
     """
     def local(cache, slots, first, part, starts):
         lead, (room, width) = cache.shape[:-3], cache.shape[-2:]

@@ -115,11 +115,13 @@ def _kubernetes(options, environ) -> Place:
 
 
 class Peers:
-    """The processes of the run as seen by one of them. With one process nothing waits and nothing is sent.
+    """The processes of a run, as one of them sees the others. With one process nothing waits and nothing is sent.
 
     Attributes:
-      index, count: as jax's.
-      names: host by process.
+      index, count: rank of this process, from 0, and the number of processes.
+      names: rank -> host, "" if not known.
+      failure: the error of a process that died or gave up; None = no process did.
+      stop_requested: whether another process was asked to stop.
     """
 
     _watch: Watch  # of more than one process
@@ -216,8 +218,9 @@ class Peers:
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the reason for `error`, or the error itself: a collective fails at once when a process is gone, and
-        which one is known later.
+        """Returns the reason why a collective failed with `error`, or `error` itself if no process is known to be lost.
+
+        A collective fails at once when a process is gone; the watch learns later which one.
         """
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
@@ -237,7 +240,8 @@ class Peers:
             log.debug("the coordinator is gone: %s", _first_line(e))
 
     def leave(self, status: int) -> None:
-        """Ends this process: in order after success, else at once, after the others could read why."""
+        """Ends this process. Status 0 closes the coordinator in order; another status ends the process at once, after
+        the others could read why."""
         if self.count == 1:
             return
         sys.stdout.flush()

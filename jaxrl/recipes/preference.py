@@ -76,7 +76,7 @@ def run(config, inputs=None) -> dict:
 
 
 class Completion(NamedTuple):
-    """One completion, as `demonstrations` takes it."""
+    """A completion and its prompt, in the form that recipes.sft.demonstrations takes."""
 
     prompt_ids: np.ndarray
     target_ids: np.ndarray
@@ -99,10 +99,10 @@ class PreferenceStep:
         for row, e in enumerate(examples):
             if e.rejected_ids is not None:
                 chosen.append(len(completions))
-            mine = [e.target_ids] if e.rejected_ids is None else [e.target_ids, e.rejected_ids]
+            targets = [e.target_ids] if e.rejected_ids is None else [e.target_ids, e.rejected_ids]
             good += [bool(e.columns[label])] if e.rejected_ids is None else [True, False]
-            completions += [Completion(e.prompt_ids, ids, e.images) for ids in mine]
-            rows += [row] * len(mine)
+            completions += [Completion(e.prompt_ids, ids, e.images) for ids in targets]
+            rows += [row] * len(targets)
         self.completions, self.rows, chosen = completions, rows, np.array(chosen, int)
         self.table = Table(chosen, chosen + 1, np.array(good, bool))
         self.traj, self.layout = lay_out(job, completions, rows)
@@ -135,8 +135,8 @@ class Losses:
         self.options = job.config.preference
         self.reference = None
         if needs_reference(self.options):
-            apart = job.mesh_of("reference") is not job.mesh
-            if apart or job.model.adapter is not None:
+            other_mesh = job.mesh_of("reference") is not job.mesh
+            if other_mesh or job.model.adapter is not None:
                 score = make_score(job.model.base, temperature=1.0, chunk=job.config.train.logprob_chunk,
                                    put=functools.partial(job.put, role="reference"))
             self.reference = ReferenceSums(s, job, score)
@@ -148,8 +148,8 @@ class Losses:
         z0, metrics = 0.0, {}
         policy, reference = self._sums(role, step.traj, step.layout)
         if self.with_z0:
-            ours, theirs = self._sums(role, *step.mismatched_prompts())
-            z0 = metrics["preference/z0"] = max(0.0, float(np.mean(ours - theirs)))
+            mismatched_policy, mismatched_reference = self._sums(role, *step.mismatched_prompts())
+            z0 = metrics["preference/z0"] = max(0.0, float(np.mean(mismatched_policy - mismatched_reference)))
         loss, derivative, more = preference_loss(policy, reference, step.traj.total(), step.table, self.options, z0)
         return loss, derivative, {"loss": loss} | metrics | more
 
@@ -165,9 +165,13 @@ def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, An
 
 
 class HeldOutEvaluation:
-    """Evaluates held-out sets: loss and implicit rewards of pairs (or of completions with labels), as in one step, once
-    more with other pictures for each of eval.controls; sets of prompts are completed and scored as in any job. Returns
-    what Session expects of an evaluation."""
+    """Evaluates held-out sets. Returns what Session expects of an evaluation.
+
+    Sets of pairs, or of completions with labels: loss and implicit rewards as in a training step, once more with other
+    pictures for each of eval.controls. Sets of prompts are completed and scored as in any job.
+
+    sync: weight sync for the sets of prompts; None: these are left out.
+    """
 
     def __init__(self, s, job, role: Role, losses: Losses, sync=None):
         self.role, self.losses = role, losses

@@ -29,7 +29,7 @@ GRACE_SECONDS = 10.0     # after the deadline, before the worker is killed
 
 
 class Budget:
-    """The time left for one request, and its last failure. seconds: from now on."""
+    """The time left for one request, and its last failure. seconds: how long from now."""
 
     def __init__(self, seconds: float):
         self.until = time.monotonic() + seconds
@@ -41,11 +41,11 @@ class Budget:
 
 
 class Service:
-    """Client of a service.
+    """Sends requests to the servers of a reward.remote or reward.judge, with retries, one deadline and one secret.
 
     Args:
-      o: options of a reward.remote or reward.judge.
-      place: {urls, key_env}.
+      o: options of the reward.remote or reward.judge: deadline_seconds, retries and those of the caller.
+      place: {urls: addresses of the servers, key_env: environment variable with the secret, "" = none}.
     """
 
     def __init__(self, o: dict, place: dict):
@@ -65,7 +65,7 @@ class Service:
         return httpx.AsyncClient(headers=headers, verify=self._tls, timeout=None, limits=limits)
 
     async def run_until_deadline(self, work):
-        """Returns the result of `work(budget)`, or the ServiceError that ended it, at the deadline at the latest."""
+        """Returns the result of work(budget), or the ServiceError that ended it; waits deadline_seconds at most."""
         seconds = self.o["deadline_seconds"]
         budget = Budget(seconds)
         try:
@@ -161,15 +161,17 @@ def retry_after(text: str | None) -> float | None:
 
 
 def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
-    """Returns the URLs starting with the `turn`-th; those without a path get `path`."""
+    """Returns the URLs in turn, beginning with the one at `turn` (modulo their number); those without a path get
+    `path`."""
     turned = [urls[(turn + i) % len(urls)] for i in range(len(urls))]
     return [url if "/" in url.partition("://")[2] else url + path for url in turned]
 
 
 def get_field(reply, name: str, kind, where: str):
-    """Returns the entry `name` of a reply. where: the server, for messages.
+    """Returns the entry `name` of a JSON reply. where: the server, for messages.
 
-    Raises ServiceError with cause `key` (absent) or `type` (not a `kind`)."""
+    Raises ServiceError with cause `key` if it is missing, `type` if it is no `kind`.
+    """
     if not isinstance(reply, dict) or name not in reply:
         has = ", ".join(map(str, reply)) if isinstance(reply, dict) else type(reply).__name__
         raise ServiceError("key", f"{where} has no {name!r}; it has: {has[:100]}")
@@ -179,8 +181,8 @@ def get_field(reply, name: str, kind, where: str):
 
 
 def check_count(values: list, count: int, where: str) -> list:
-    """Returns `values` if it has `count` entries. Raises ServiceError with cause `count` otherwise. where: for its
-    text."""
+    """Returns `values` if it has `count` entries; else raises ServiceError with cause `count`. where: the server, for
+    the message."""
     if len(values) != count:
         raise ServiceError("count", f"{where} has {len(values)} entries for {count} completions")
     return values

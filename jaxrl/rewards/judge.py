@@ -1,9 +1,9 @@
 """The reward `judge`: a language model behind an OpenAI-compatible endpoint reads a completion and gives it a score.
 
-Against prompt injection the completion is put between two lines with a number that the policy cannot know, a digest of
-the whole request including the completion, and text that looks like a control token of a chat template (<|im_end|>,
-</s>, [INST]) is split, so that no tokenizer reads it as one. The temperature is 0. Replies are
-cached on disk by a digest of the whole request, so each request is sent once.
+Against prompt injection, the completion stands between two lines with a number that the policy cannot know: a digest of
+the whole request, completion included. Text that looks like a control token of a chat template (<|im_end|>, </s>,
+[INST]) is split, so that no tokenizer reads it as one. The temperature is 0. Replies are cached on disk by a digest of
+the whole request, so each request is sent once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Judge(Service):
 
     async def __call__(self, prompts, completions, **columns):
         """Returns per completion (score in 0..1, {cached: 0 or 1}), or the ServiceError."""
-        o, many = self.o, range(len(completions))
+        o, indices = self.o, range(len(completions))
         rubrics, answers = (columns.get(name) or [None] * len(completions) for name in (o["rubric_column"], "answer"))
         shown = columns.get("images") or [()] * len(completions)
-        conversations = [self.messages(prompts[i], completions[i], rubrics[i], answers[i], shown[i]) for i in many]
+        conversations = [self.messages(prompts[i], completions[i], rubrics[i], answers[i], shown[i]) for i in indices]
         async with self.client() as client:
             return await asyncio.gather(*(self._one(client, messages) for messages in conversations))
 

@@ -60,12 +60,17 @@ def reasoning_steps_reward(prompt, completion):
 
 @register_reward("length_ranked")
 def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="tokens"):
-    """Scores the length within the completions of a prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+    """Scores each completion by its length among the completions of its prompt (Kimi k1.5, arXiv 2501.12599, section
+    2.3.3).
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest): right completions, and those of rows without a reference
-    answer, get lambda, others min(0, lambda); 0 where all are as long.
+    lambda = 0.5 - (length - shortest) / (longest - shortest). Right completions, and those of rows without a reference
+    answer, score lambda; others min(0, lambda). If all are equally long, lambda is 0.
 
-    group: prompt of each completion. unit: of the length: characters, words or tokens. answer: reference answers."""
+    Args:
+      answer: reference answer of each completion, None without one; math_reward decides what is right.
+      group: number of the prompt of each completion.
+      unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
+    """
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
     bounds: dict = {}
     for g, size in zip(group, sizes, strict=True):
@@ -82,14 +87,18 @@ def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="t
 @register_reward("cosine")
 def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="tokens", bounded=True,
                   wrong=(-1.0, -0.5), right=(0.5, 1.0)):
-    """Scores right completions higher the shorter, wrong ones lower the shorter (arXiv 2502.03373, appendix C.1).
+    """Scores right completions higher the shorter they are, and wrong ones lower the shorter (arXiv 2502.03373,
+    appendix C.1).
 
-    b + (a - b) (1 + cos(pi length / max_length)) / 2, which is a at length 0 and b at max_length.
+    The score is b + (a - b) (1 + cos(pi length / max_length)) / 2, which is a at length 0 and b at max_length. Whether
+    a completion is right, math_reward decides; without a reference answer the score is None.
 
     Args:
-      unit: of the length: characters, words or tokens.
-      wrong: (a, b) of wrong completions; right: (b, a) of right ones, lowest first both.
-      bounded: beyond max_length the value stays; False: it goes on with the cosine, as open-r1's."""
+      max_length: in `unit`.
+      unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
+      wrong: (a, b) of wrong completions. right: (b, a) of right ones, so that both are given lowest first.
+      bounded: whether longer completions keep the score at max_length; False: the cosine continues, as in open-r1.
+    """
     correct = math_reward(prompt, completion, answer)
     if correct is None:
         return None

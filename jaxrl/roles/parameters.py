@@ -90,13 +90,13 @@ def policy_optimizer(job, updates: int):
 
 
 def in_parts(job) -> str:
-    """Returns the argument `in_parts` of training.make_update for the policy; "none" for several adapters, whose
+    """Returns the argument `in_parts` of training.make_update for the policy: "none" for several adapters, whose
     optimizer state is small."""
     return "none" if adapter_set.adapter_names(job.model) else training.in_parts(job.config.optimizer.name)
 
 
 def source_of(path: str) -> str:
-    """Resolves a model's path or hub id to where it is read from; without a network the hub is not tried."""
+    """Returns where a model's path or hub id is read from; without a network the hub is not tried."""
     found = jaxrl_data.resolve(path) if path else ""
     if found and not Path(found).is_dir():
         jaxrl_data.offline_if_unreachable()
@@ -104,7 +104,8 @@ def source_of(path: str) -> str:
 
 
 def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
-    """Returns the shardings of the policy's parameters as a tree; of another `tree` (Model or ValueModel) and role."""
+    """Returns the tree of shardings of a role's parameters. tree: Model or ValueModel with their table; None = the
+    policy's."""
     tree = tree or job.tree
     return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), _shapes(tree, jnp.float32), rules)
 
@@ -329,12 +330,16 @@ def fields_from_checkpoint(job, abstract: TrainState, fields: dict) -> dict:
 
 
 def base_digest(frozen) -> np.ndarray:
-    """Returns adapters.digest of the base, taken from the flat frozen parameters."""
+    """Returns [32] uint8: the digest (adapters.digest) of the base of a policy with adapters.
+
+    frozen: flat name -> frozen array; adapters among them are left out.
+    """
     return adapters.digest({name: x for name, x in frozen.items() if not adapters.is_adapter(name)})
 
 
 def check_base(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises ConfigError if the digest of the base differs from the one that its adapters were trained on."""
+    """Raises ConfigError if two digests (`base_digest`) differ: the base is not the one that the adapters were trained
+    on."""
     if not np.array_equal(found, wanted):
         raise ConfigError(
             "model.path, lora.base_dtype, lora.base: the base model is not, bit for bit, the one that the checkpoint's "

@@ -52,7 +52,7 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
         return None
     try:
         source = parameters.source_of(o.path)
-        hf_config = towers.described(source, o.revision, images, weights=False)
+        hf_config = towers.read_tower_config(source, o.revision, images, weights=False)
         table = models.build(hf_config, compute_dtype="float32", scan_layers=True)
         tree = ValueModel(table, name=o.head, bias=False)
         hf.check_critic(tree, source, o.revision, scores=True)

@@ -65,7 +65,7 @@ def check(config, tokenizer, images=None) -> None:
     try:
         check_vocabulary(tokenizer, jaxrl_data.load_tokenizer(own, "teacher.path"), t.path)
         if teacher_kind(config) == "local":
-            described = towers.described(parameters.source_of(t.path), t.revision, images)
+            described = towers.read_tower_config(parameters.source_of(t.path), t.revision, images)
             table = models.build(described, compute_dtype=jnp.float32, scan_layers=True)
             table.check_length(longest_sequence(config))
             hf.check_weights(table, parameters.source_of(t.path), t.revision)
@@ -110,7 +110,7 @@ class LocalTeacher(Role):
         c = job.config
         self.options, self.wants = c.teacher, needed_part(c)
         source = parameters.source_of(self.options.path)
-        described = towers.described(source, self.options.revision, job.images)
+        described = towers.read_tower_config(source, self.options.revision, job.images)
         unrolled = c.platform.kind == "cpu" and described.get("num_hidden_layers", 0) <= SHALLOW
         self.model = models.build(described, compute_dtype=job.compute_dtype, scan_layers=not unrolled,
                                   attention=c.model.attention, experts=c.model.experts,

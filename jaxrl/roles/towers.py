@@ -17,7 +17,7 @@ from jaxrl.models.io import hf
 SAME = ("patch", "merge", "frames", "mean", "std")  # fields of a Rule that decide what a patch is
 
 
-def described(source: str, revision: str | None, images=None, weights: bool = True) -> dict:
+def read_tower_config(source: str, revision: str | None, images=None, weights: bool = True) -> dict:
     """Returns the HF config of a model that sees a job's images, with its tower.
 
     Args:
@@ -48,8 +48,12 @@ def described(source: str, revision: str | None, images=None, weights: bool = Tr
 
 
 def with_room(shapes, job, patches: int):
-    """Returns RowShapes with room for as large a share of patches as the policy's rows have, and for `patches`, the
-    most of one sequence; as they are in a job of text."""
+    """Returns RowShapes with room for image patches, for a model that reads the policy's images; unchanged in a job
+    without images.
+
+    Each length has as large a share of patches as the policy's rows, at least `patches` (the most of one sequence),
+    rounded up to a multiple of 8 merge^2 per rank.
+    """
     if job.images is None:
         return shapes
     own, unit = job.row_shapes, 8 * job.images.merge**2 * shapes.ranks

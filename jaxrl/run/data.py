@@ -4,6 +4,8 @@ room for patches. Called by setup."""
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jaxrl.rewards.services import service_options
 from jaxrl.roles.parameters import source_of
 from jaxrl.training.layout import row_patches
 
+log = logging.getLogger("jaxrl")
 LOOKED_AT = 16  # first rows of a set that are looked at for images a model does not see
 
 
@@ -49,7 +52,36 @@ def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | No
     train_set: Any = None
     if c.run.mode != "eval":
         train_set = jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
-    return train_set, jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools, images)
+    eval_sets = jaxrl_data.load_eval_sets(c, tokenizer, eos, train_set, inputs.eval, inputs.data, tools, images)
+    if train_set is not None and not (c.episodes or c.recipe.pairs or c.recipe.scores):  # where a row is its prompt
+        warn_of_trained_prompts(train_set, eval_sets)
+    return train_set, eval_sets
+
+
+def warn_of_trained_prompts(train_set, eval_sets: dict) -> None:
+    """Warns of each held-out set at least half of whose prompts are prompts of the training data, too.
+
+    Prompts are equal if their token ids are. Rows with images are left out: their text is the same for many images."""
+    found = {name: list(_prompts(dataset)) for name, dataset in eval_sets.items()}
+    wanted = set().union(*found.values())
+    lengths = np.unique([len(ids) for ids in wanted]) // np.dtype(np.int32).itemsize
+    parts = getattr(train_set, "parts", {"": train_set}).values()
+    trained = {ids for part in parts for ids in _prompts(part, lengths) if ids in wanted}
+    for name, prompts in found.items():
+        count = sum(ids in trained for ids in prompts)
+        if count and 2 * count >= len(prompts):
+            log.warning("eval set %s: %d of its %d prompts are prompts of the training data, too: its accuracy is not "
+                        "held-out accuracy; name other rows in eval.sets, or hold out a share of the training rows "
+                        "with data.eval_fraction", name, count, len(prompts))
+
+
+def _prompts(dataset, lengths=None) -> Iterator[bytes]:
+    """Yields the token ids of the prompts without images, as bytes; only those of some lengths if these are given."""
+    offsets, ids = np.asarray(dataset.arrays["offsets"]), np.asarray(dataset.arrays["ids"], np.int32)
+    kept = np.diff(dataset.arrays["image_offsets"]) == 0
+    kept &= True if lengths is None else np.isin(dataset.prompt_lengths, lengths)
+    for i in np.flatnonzero(kept):
+        yield ids[offsets[3 * i]:offsets[3 * i + 1]].tobytes()
 
 
 def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:

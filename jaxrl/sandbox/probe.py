@@ -69,7 +69,18 @@ def _remedy(limit: str) -> str:
 
 
 def check(settings: Settings, limits: Limits, run) -> None:
-    """Raises SandboxError, with a remedy, if the backend does not isolate programs."""
+    """Runs a program in the sandbox that tries to escape. Raises SandboxError, with a remedy, if it succeeds or does
+    not run.
+
+    The program tries to read and write files outside, to connect to a port of this host, to see this process's
+    environment, and to use more memory and processes than the limits. What must fail depends on the backend: rlimits
+    promises memory and processes alone, and logs a warning; a remote sandbox is not asked to fork.
+
+    Args:
+      settings: backend and address.
+      limits: of the job. The probe keeps memory and processes, and has limits of its own for time and output.
+      run: (command, stdin, files, limits, settings) -> RunResult.
+    """
     nonce = secrets.token_hex(8)
     limits = dataclasses.replace(limits, seconds=SECONDS, cpu_seconds=SECONDS, output_bytes=1 << 16)
     forks = 0 if settings.backend == "remote" else limits.processes + 50

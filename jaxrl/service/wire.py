@@ -51,7 +51,13 @@ FLOAT32 = 1
 
 
 class ImageChunk(NamedTuple):
-    """An image of a model's input. at: tokens of text before it. expected: tokens that the client counts; None."""
+    """An image of a model's input.
+
+    Attributes:
+      at: number of text tokens before it.
+      data: its encoded bytes.
+      expected: number of tokens that the client counts for it; None = the client does not say.
+    """
 
     at: int
     data: bytes
@@ -59,8 +65,13 @@ class ImageChunk(NamedTuple):
 
 
 class Datum(NamedTuple):
-    """A training example. tokens: int32, the text of the model's input. tensors: the loss's inputs by name. images: of
-    the input."""
+    """A training example.
+
+    Attributes:
+      tokens: [N] int32, the text of the model's input.
+      tensors: name -> input of the loss, as `read_tensor` returns it.
+      images: the images of the input, in order.
+    """
 
     tokens: np.ndarray
     tensors: dict[str, np.ndarray]
@@ -121,7 +132,7 @@ def _add_field(message, owner: str, number: int, name: str, kind: str) -> None:
 
 
 def parse(name: str, body: bytes):
-    """Parses a message. Raises Refused for a body that is none."""
+    """Parses the message `name` of TABLE. Raises Refused (400) for a body that is not one."""
     try:
         return messages()[name].FromString(body)
     except DecodeError as e:
@@ -129,7 +140,11 @@ def parse(name: str, body: bytes):
 
 
 def parse_forward_backward(body: bytes) -> ForwardBackward:
-    """Parses a request without its data, which `read_data` checks: model and number are known even if data are bad."""
+    """Parses a request, but not its data: model and number are known even if the data are bad. `read_data` checks
+    those.
+
+    Raises Refused (400) for a body that is no such message, and for fields of a newer SDK.
+    """
     message = parse("ForwardBackwardRequest", body)
     if unknown := sorted({field.field_number for field in UnknownFieldSet(message)}):
         raise Refused(400, f"forward_backward: field number {unknown[0]} of the message is not known here; it is of a "
@@ -142,10 +157,11 @@ def parse_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def read_data(data, most: int, longest: int) -> list[Datum]:
-    """Converts the data of a request to arrays. Raises Refused naming the datum and the field.
+    """Converts the data of a request to arrays. Raises Refused (422) naming the datum and the field.
 
     Args:
-      most: data of a request. longest: most chunks of a datum, which have a token each.
+      most: largest number of data in a request.
+      longest: largest number of chunks in a datum; each has at least one token.
     """
     if len(data) > most:
         raise Refused(422, f"data has {len(data)} data: this server takes {most} in a request; send several requests")
@@ -161,7 +177,11 @@ def read_data(data, most: int, longest: int) -> list[Datum]:
 
 
 def read_tokens(chunks, where: str) -> tuple[np.ndarray, tuple[ImageChunk, ...]]:
-    """Returns (the int32 token ids of text chunks, the images between them)."""
+    """Returns ([N] int32 token ids of the text chunks, the images between them).
+
+    Raises Refused (422), naming `where` and the chunk, for other kinds of chunks, and for text that is no whole number
+    of int32 tokens.
+    """
     parts, images, length = [], [], 0
     for k, chunk in enumerate(chunks):
         if chunk.HasField("dmel"):
@@ -183,7 +203,10 @@ def read_tokens(chunks, where: str) -> tuple[np.ndarray, tuple[ImageChunk, ...]]
 
 
 def read_tensor(tensor, where: str) -> np.ndarray:
-    """Returns a dense tensor in its shape."""
+    """Converts a dense Tensor message to an array of its shape, float32, int32 or int64; flat if it names no shape.
+
+    Raises Refused (422), naming `where`, for a sparse tensor, another dtype, and bytes that do not fill the shape.
+    """
     if tensor.HasField("sparse_csr"):
         raise Refused(422, f"{where} is a sparse tensor: this server takes dense ones; send .to_dense()")
     dtype = DTYPES.get(tensor.dtype)
@@ -200,7 +223,8 @@ def read_tensor(tensor, where: str) -> np.ndarray:
 
 
 def forward_backward_output(logprobs: list[np.ndarray], metrics: dict[str, float]) -> bytes:
-    """Serialises the answer to forward_backward: log-probs [N] of each datum, and metrics named `name:reduction`."""
+    """Serialises the reply to forward_backward: log-probs [N] of each datum, as float32, and metrics named
+    `name:reduction`."""
     message = messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     offsets = np.cumsum([0, *(4 * len(own) for own in logprobs)]).astype(np.int64)
@@ -213,11 +237,11 @@ def forward_backward_output(logprobs: list[np.ndarray], metrics: dict[str, float
 
 
 def sample_response(sequences, prompt_logprobs: np.ndarray | None = None) -> bytes:
-    """Serialises the answer to asample.
+    """Serialises the reply to asample.
 
     Args:
       sequences: (tokens, log-probs, "stop" or "length") of each sample.
-      prompt_logprobs: [P], NaN where there is none; None = not requested.
+      prompt_logprobs: [P], one per prompt token, NaN where there is none; None = not requested.
     """
     message = messages()["SampleResponse"]()
     for tokens, logprobs, reason in sequences:

@@ -154,8 +154,12 @@ class PlainConsole(SilentConsole):
             return ""
         self._patience += min(self._patience, LONGEST)
         doing = "a program is being compiled" if compiling() else DOING.get(name, "")
-        where = f"in {name}" if name else "between phases"
-        return f"still {where} after {duration(now - since)}" + f": {doing}" * bool(doing)
+        where, silent = f"in {name}" if name else "between phases", now - self._heard
+        if now - since < silent / 2:  # other phases and steps came before it without a line
+            where = f"running {duration(silent)} after the last line, now {where}"
+        else:
+            where = f"{where} after {duration(now - since)}"
+        return f"still {where}" + f": {doing}" * bool(doing)
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL):

@@ -19,7 +19,7 @@ from jaxrl.models.recurrent import rule_flops
 from jaxrl.models.vision.rows import multiplied_by_patch
 from jaxrl.sharding.chips import CHIPS
 from jaxrl.sharding.targets import name_of
-from jaxrl.telemetry.timing import working
+from jaxrl.telemetry.timing import training_seconds
 
 PHASES = ("rollout", "score", "update")
 
@@ -144,7 +144,7 @@ class Speed:
         needed = {phase: metrics.get(f"flops/{phase}", 0.0) / self._devices[phase] for phase in PHASES}
         speeds = {f"perf/{phase}_": flops / phases[phase]
                   for phase, flops in needed.items() if flops and phases.get(phase)}
-        out, seconds = {}, working(phases)
+        out, seconds = {}, training_seconds(phases)
         if seconds > 0 and any(needed.values()):
             speeds["perf/"] = sum(needed.values()) / seconds
             tokens = metrics.get("rollout/tokens", 0.0) + metrics.get("rollout/prompt_tokens", 0.0)

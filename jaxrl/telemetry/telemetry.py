@@ -30,7 +30,7 @@ from jaxrl.telemetry.console import (
 from jaxrl.telemetry.health import Health
 from jaxrl.telemetry.run_dir import Lock, dumps, merge_json, set_aside, write_atomic
 from jaxrl.telemetry.sinks import JsonLines, TensorBoard, Wandb, load_sink
-from jaxrl.telemetry.timing import working
+from jaxrl.telemetry.timing import training_seconds
 
 log = logging.getLogger("jaxrl")
 FLUSH_SECONDS = 60.0  # longest wait for a slow sink; training goes on without it
@@ -123,7 +123,7 @@ class Telemetry:
         """
         values = {name: float(v) for name, v in scalars.items()}
         values |= {f"time/{name}": seconds for name, seconds in (phases or {}).items()}
-        if values.get("rollout/tokens") and (seconds := working(phases or {})) > 0:
+        if values.get("rollout/tokens") and (seconds := training_seconds(phases or {})) > 0:
             values["time/tokens_per_second"] = values["rollout/tokens"] / seconds
         values["time/wall"] = time.time()
         if self._lines is not None:

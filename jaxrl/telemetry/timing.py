@@ -70,7 +70,7 @@ class Phases:
 ONCE = ("eval", "checkpoint", "export")  # phases that belong to one step, however many a line of metrics is about
 
 
-def working(phases: dict[str, float]) -> float:
+def training_seconds(phases: dict[str, float]) -> float:
     """Returns the seconds of a step without its evaluation, checkpoint and export."""
     return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ONCE)
 
@@ -84,13 +84,14 @@ def per_step(phases: dict[str, float], steps: int) -> dict[str, float]:
 
 
 class Every:
-    """Says when something periodic is due: by steps, epochs or seconds, whichever comes first; 0 = not by this one.
+    """Tells when a periodic action is due: every so many steps, epochs or seconds, whichever comes first; 0 switches
+    one off.
 
-    due = every(step, epoch)     asked once per step, with growing numbers
+        due = every(step, epoch)     called once per step, with growing numbers
 
-    By steps and epochs it is due when a multiple was reached or passed since the last time it was asked, so that it
-    works where steps are skipped. By seconds it is due that long after it was last due for any reason. Without a state
-    from a checkpoint the first question after step 0 is answered by whether `step` is itself a multiple.
+    By steps and epochs it is due if a multiple was reached or passed since the last call, so skipped steps do no harm.
+    By seconds it is due that long after it was last due for any reason. Without a checkpoint's state, the first call
+    after step 0 is due if `step` itself is a multiple.
 
     Args:
       clock: seconds, monotonic; injected in tests.

@@ -41,12 +41,17 @@ ARCHITECTURES = {"Qwen3VLForConditionalGeneration": "Qwen3VL", "Qwen3VLMoeForCon
 
 
 def architecture(name: str) -> str:
-    """Returns the name of ours in a config.json for one of ARCHITECTURES."""
+    """Returns the name, in `architectures` of config.json, of jaxrl's model for one of ARCHITECTURES."""
     return f"Jaxrl{name}"
 
 
 def register() -> None:
-    """The entry point. vLLM calls it in every process, sometimes twice."""
+    """Adds jaxrl to vLLM: weight transfer backend, worker methods, models with finished images, and the CPU build's
+    changes.
+
+    vLLM's entry point: it runs in every process of the server, sometimes twice, with the same result. Also starts the
+    thread that ends the process when the trainer that started it is gone.
+    """
     _watch_owner()
     from vllm.platforms import current_platform
 
@@ -66,7 +71,8 @@ def register() -> None:
 # ---- the life of the process -----------------------------------------------------------------------------------------
 
 def start_time(pid: int) -> str:
-    """When a process was started, in ticks since boot; empty when there is none. Tells a pid from its later reuse."""
+    """Returns when a process was started, in clock ticks since boot; "" if it does not run. Tells a pid from its later
+    reuse."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -305,12 +311,13 @@ class Nccl:
         return bytes(out)
 
     def join(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Returns when all `size` members have called it. NCCL knows no deadline."""
+        """Joins the communicator; returns when all `size` members have called it. NCCL has no time limit."""
         own = self.Id.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, own, rank)
 
     def broadcast(self, pointer: int, count: int) -> None:
-        """`count` bytes at `pointer` of rank 0 to `pointer` of the others; queued, not awaited."""
+        """Queues a broadcast of `count` bytes from `pointer` of rank 0 to `pointer` of the others; does not wait for
+        it."""
         at, stream = ctypes.c_void_p(pointer), ctypes.c_void_p()
         self._call("ncclBroadcast", at, at, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
 
@@ -321,11 +328,12 @@ class Nccl:
 
 
 class Reader:
-    """Chunks of one trainer as memoryviews, from its folder in shared memory or over one kept
-    connection to its address.
+    """Reads chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its
+    address.
 
-    Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server is not to read
-    other files or call other hosts because somebody asks it to."""
+    Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server must not read
+    other files or call other hosts because a request asks for it.
+    """
 
     FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 
@@ -384,7 +392,8 @@ def _mapped(folder: str, name: str, size: int) -> memoryview:
 # ---- telling what is loaded ------------------------------------------------------------------------------------------
 
 def info(worker) -> dict:
-    """What the trainer has to know about this worker."""
+    """Returns what the trainer checks of this worker: versions, model, dtypes, lengths, host, and announced weights
+    that are missing."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -412,7 +421,8 @@ def _kept_features(worker) -> int:
 
 
 def machine() -> str:
-    """Tells whether two processes share memory: the boot id, and the device behind /dev/shm."""
+    """Returns the boot id and the device of /dev/shm, or else the host name. Processes with the same value share
+    memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"
@@ -421,10 +431,12 @@ def machine() -> str:
 
 
 def digests(worker) -> str:
-    """JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, [[start, stop], ...]].
+    """Returns JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, [[start, stop], ...]].
 
-    The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them;
-    what it holds in a wider dtype than it was given is summed in the one that it was given."""
+    The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them. A
+    piece that the worker holds in a wider dtype than it was sent is cast to the dtype in which it was sent before its
+    hash is taken.
+    """
     model, engine = worker.get_model(), worker.weight_transfer_engine
     sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
     rates = getattr(engine, "rates", {})
@@ -433,7 +445,11 @@ def digests(worker) -> str:
 
 
 def adapter(worker, path: str) -> str:
-    """JSON of [SHA-256 of an adapter's two files as this worker reads them, how many adapters it holds]."""
+    """Returns JSON: [[SHA-256 of adapter_config.json, SHA-256 of adapter_model.safetensors], number of adapters the
+    worker holds].
+
+    path: the adapter's folder, as this worker's machine sees it.
+    """
     sums = []
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with open(os.path.join(path, name), "rb") as f:
@@ -449,13 +465,16 @@ def digest(tensor) -> str:
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether an HF tensor belongs to a tower for images."""
+    """Returns whether an HF tensor belongs to a tower for images."""
     return name.startswith("model.visual.")
 
 
 def pieces(model, sent=frozenset(), rates=None) -> Iterator[tuple]:
-    """(HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter, fused ones taken apart, but for those
-    that HF's folder holds fused: `sent` has the names of its tensors. rates: Receiver.rates."""
+    """Yields (HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter; see `digests` for the slices.
+
+    Fused parameters are taken apart, except those that the HF folder holds fused. sent: names of that folder's tensors.
+    rates: Receiver.rates.
+    """
     for name, piece, place in _pieces(model, sent):
         name = loading.sent_name(model, name)
         if name.endswith(".A"):

@@ -11,7 +11,7 @@ from helpers.algorithm_steps import batch_of, config, jax_as_it_was, of_tokens, 
 from helpers.training_helpers import policy_objective
 
 from jaxrl import training
-from jaxrl.checkpoint.resume import changes_past
+from jaxrl.checkpoint.resume import refusal_reason
 from jaxrl.errors import ConfigError
 from jaxrl.rl.roles import Roles
 from jaxrl.roles.reference import Reference
@@ -102,7 +102,7 @@ def test_a_critic_path_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["critic.path", "critic.shared", "critic.lr", "reference.reset_steps"])
 def test_every_option_is_classified_for_resumption(name):
-    changes_past(name)  # KeyError: taken as "not an option of this jaxrl; ignored"
+    refusal_reason(name)  # KeyError: taken as "not an option of this jaxrl; ignored"
 
 
 def test_a_non_finite_update_leaves_the_entropy_coefficient_alone(algorithm):

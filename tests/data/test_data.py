@@ -4,6 +4,7 @@ import datetime
 import decimal
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train, re
 from jaxrl.data.sources import BadRows, from_memory, read
 from jaxrl.data.tokenizer import tokenizer_class
 from jaxrl.errors import ConfigError
+from jaxrl.run.data import warn_of_trained_prompts
 
 EOS = 2
 
@@ -464,7 +466,26 @@ def test_overlong_targets_are_left_out_never_cut(plain, tmp_path):
 # -- sets ------------------------------------------------------------------------------------------------------------
 
 
-def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path, caplog):
+def test_an_eval_set_of_training_prompts_is_named(plain, tmp_path, caplog):
+    """From half of its prompts on, over all sources; not a set with fewer, and not what data.eval_fraction holds out."""
+    rows = {name: [{"prompt": p, "answer": "x"} for p in prompts]
+            for name, prompts in {"one": ("ab", "cd"), "two": ("ef",), "same": ("cd", "ab", "ab"), "half": ("ef", "abcd"),
+                                  "few": ("ab", "abef", "efef"), "none": ("ba",)}.items()}
+    path = {name: write_jsonl(tmp_path / f"{name}.jsonl", own) for name, own in rows.items()}
+    held = tuple(f"{name}={path[name]}" for name in ("same", "half", "few", "none"))
+    config = make_config(plain, eval__sets=held, data__sources={name: {"path": (str(path[name]),)} for name in ("one", "two")})
+    both = load_train(config, load_tokenizer(config), EOS)
+    warn_of_trained_prompts(both, load_eval_sets(config, load_tokenizer(config)))
+    assert re.findall(r"eval set (\w+): (\d) of its (\d) prompts are prompts of the training data", caplog.text) == [
+        ("same", "3", "3"), ("half", "1", "2")]
+    caplog.clear()
+    carved = train(plain, path["same"], data__eval_fraction=1)
+    warn_of_trained_prompts(carved, {"heldout": carved.heldout})
+    warn_of_trained_prompts(carved, {})
+    assert not caplog.records
+
+
+def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path):
     a, b = write_jsonl(tmp_path / "a.jsonl", questions(7)), write_jsonl(tmp_path / "b.jsonl", questions(3))
     config = make_config(plain, a, eval__sets=(f"first={a}", f"second={b}"))
     sets = load_eval_sets(config, load_tokenizer(config))
@@ -472,7 +493,6 @@ def test_eval_sets_hold_every_row_once_in_order(plain, tmp_path, caplog):
     assert [e.columns["id"] for e in sets["first"]] == list(range(7)) and len(sets["second"]) == 3
     config.eval.max_rows = 2
     assert [len(s) for s in load_eval_sets(config, load_tokenizer(config)).values()] == [2, 2]
-    assert "eval.sets first" in caplog.text and "is trained on" in caplog.text and "eval.sets second" not in caplog.text
 
 
 @pytest.mark.parametrize("sets, text", [

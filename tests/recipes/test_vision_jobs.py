@@ -195,19 +195,19 @@ def test_models_that_see_other_images_are_refused(tmp_path):
     half = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
     images = SimpleNamespace(rule=SimpleNamespace(patch=4, merge=2, frames=2, **half), **half, window=0, videos=False)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    assert towers.described(str(tmp_path), None, images)["jaxrl_images"]["depth"] == 2
-    assert "jaxrl_images" not in towers.described(str(tmp_path), None)
+    assert towers.read_tower_config(str(tmp_path), None, images)["jaxrl_images"]["depth"] == 2
+    assert "jaxrl_images" not in towers.read_tower_config(str(tmp_path), None)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.5, 0.5]}))
     with pytest.raises(ConfigError, match=r"sees other images than the policy's: mean is \(0.4, 0.5, 0.5\)"):
-        towers.described(str(tmp_path), None, images)
+        towers.read_tower_config(str(tmp_path), None, images)
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vision_config": {**MODEL["vision_config"], "patch_size": 8}}))
     with pytest.raises(ConfigError, match="patch is 8 and the policy's 4"):
-        towers.described(str(tmp_path), None, images)
+        towers.read_tower_config(str(tmp_path), None, images)
     text = {k: v for k, v in MODEL["text_config"].items() if k not in ("rope_parameters",)} | {"model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(text))
     with pytest.raises(ConfigError, match="the data holds images, and this model .model_type=qwen3. is read without a tower"):
-        towers.described(str(tmp_path), None, images)
+        towers.read_tower_config(str(tmp_path), None, images)
 
 
 def test_teachers_on_servers_are_refused_with_images(tmp_path):

@@ -83,7 +83,8 @@ def images_of(cell, root: Path | None) -> list[Image]:
 
 
 def image_of(value, root: Path | None) -> Image:
-    """Returns one image; as `images_of`."""
+    """Returns the image of a value in one of the module's forms, unread. Arguments and errors as of `images_of`; a list
+    is an error, too."""
     if isinstance(value, dict):
         held = {k: v for k, v in value.items() if v is not None}
         if not held or held.keys() - {"bytes", "path"}:
@@ -120,7 +121,7 @@ def shown_image(cell) -> str:
 
 
 def shows_video(cell) -> bool:
-    """Returns whether a column's cell seems to hold a video: a table with one, or several that seem to be images."""
+    """Returns whether a column's cell seems to hold a video: a table (dict) with one, or a list of several images."""
     value = cell[0] if isinstance(cell, list | tuple) and cell else cell
     if isinstance(value, dict):
         return any(value.get(name) is not None for name in ("video", "frames"))
@@ -176,22 +177,29 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
                  video_of: Any = None) -> tuple[Any, list]:
     """Splits a prompt into text, images and videos.
 
-    A message's content may be text or a list of parts: {"type": "text", "text"}, {"type": "image"} (takes the next
-    image of the column), {"type": "image", "image": ...} and {"type": "image_url", "image_url": ... or {"url": ...}}.
-    `marker` in text takes the next image of the column, too. If nothing takes one, the column's images come before the
-    text of the first user message. So it is with videos, parts {"type": "video"} and the marker <video>, which is text
-    in rows without a column of videos; where neither is marked, images come before videos.
+    A message's content is text or a list of parts. Images are taken in these ways:
+      - The parts {"type": "image"} take the next image of the row's column, and so does `marker` in text.
+      - The parts {"type": "image", "image": ...} and {"type": "image_url", "image_url": ... or {"url": ...}} bring
+        their own.
+      - If nothing takes an image of the column, all of them come before the text of the first user message.
+
+    The same holds for videos, with parts {"type": "video"} and the marker <video>. In rows without a column of videos,
+    <video> is plain text. If neither images nor videos are marked, images come before videos.
 
     Args:
       prompt: text or chat messages.
-      column: images of the row's column, unread. videos: those of its column of videos.
-      video_of: value of a part, root, the part -> a video; None = the model reads none.
+      column: images of the row's column, unread.
+      marker: text that stands for an image.
+      root: folder of relative paths, as for `images_of`.
+      videos: videos of the row's column, unread.
+      video_of: (value of a part, root, the part) -> a video; None = the model reads no videos.
 
-    Returns (messages whose contents are lists of {"type": "text", "text"}, {"type": "image"} and {"type": "video"},
-    images and videos in the order of these parts). A text prompt becomes one user message. Without images:
-    (prompt, []).
+    Returns:
+      (messages whose contents are lists of {"type": "text", "text"}, {"type": "image"} and {"type": "video"}; images
+        and videos in the order of these parts). A text prompt becomes one user message. Without images: (prompt, []).
 
-    Raises ImageError where markers and images differ in number, and for parts in no known form.
+    Raises:
+      ImageError: the number of markers differs from that of images, or a part has no known form.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     rest, used = {"image": iter(column), "video": iter(videos)}, []

@@ -1,5 +1,5 @@
-"""A bounded store of images that were made: each is made once, by threads (Pillow releases the interpreter's lock while
-it decodes and resizes), and the least recently used leave first."""
+"""Keeps prepared pictures in host memory, up to a limit. Threads prepare each picture once (Pillow releases the
+interpreter's lock while it decodes and resizes); the least recently used pictures are dropped first."""
 
 from __future__ import annotations
 

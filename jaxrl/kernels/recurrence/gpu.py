@@ -29,9 +29,16 @@ from jaxrl.types import custom_vjp
 
 
 class Made(NamedTuple):
-    """What goes through the chunks, fp32 but q and k: q, k [N, B, C, h, K]; of value heads reads [N, B, G, C, K] (None
-    without the delta), writes [N, B, G, V, C], attended [N, B, G, C, C], gates [N, B, G, 2, C] and ends [N, B, G]
-    (xla.Prepared)."""
+    """The inputs of the kernels for one window: xla.Prepared by value head, and q and k.
+
+    Attributes:
+      q, k: [N, B, C, h, K], in the values' dtype. The rest is fp32.
+      reads: [N, B, G, C, K], None without the delta.
+      writes: [N, B, G, V, C].
+      attended: [N, B, G, C, C].
+      gates: [N, B, G, 2, C], `faded` and `left` of xla.Prepared.
+      ends: [N, B, G], its `end`.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -43,7 +50,11 @@ class Made(NamedTuple):
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True, interpret=None):
-    """See api.recurrence. Raises NotImplementedError for what gpu_call.call_of names."""
+    """Computes api.recurrence by the Mosaic GPU kernels; same arguments and results.
+
+    interpret: whether the kernels run interpreted; None = where there is no GPU. Raises NotImplementedError for calls
+    that gpu_call.call_of does not serve.
+    """
     call = call_of(delta, v.dtype, tokens_per_chunk(v.shape[1]), k.shape[3], v.shape[3], interpret)
     given = xla.by_group(k, v, state)
     out, now = _rule(call, q.astype(v.dtype), k.astype(v.dtype), v, g, beta, given, chunks)

@@ -96,15 +96,25 @@ def _put(all_, one, i):
 
 
 def by_group(k, v, state):
-    """Returns the states before rows by key head, [B, h, r, K, V] in fp32 or better; zeros for None."""
+    """Returns the states before the rows by key head, [B, h, r, K, V] in fp32 or better; zeros if `state` is None."""
     (batch, _, heads, key), acc = k.shape, jnp.promote_types(v.dtype, jnp.float32)
     shape = batch, heads, v.shape[2] // heads, key, v.shape[3]
     return jnp.zeros(shape, acc) if state is None else state.astype(acc).reshape(shape)
 
 
 def in_stretches(length: int, q, k, v, g, beta, chunks: Chunks):
-    """Returns (([q, k, v, g, beta, enters], [start, saves, count]) of `length` chunks each, [stretches, N, B, ...],
-    used [stretches] bool). The first ones of tokens, [C, ...], with value heads as h, r; the others of chunks."""
+    """Cuts tokens into stretches of `length` chunks.
+
+    Args:
+      length: chunks of a stretch.
+      q, k, v, g, beta: as of api.recurrence.
+
+    Returns:
+      (arrays, flags), used.
+      arrays: q, k, v, g, beta and chunks.enters, [stretches, N, B, C, ...], with value heads as h, r.
+      flags: start, saves and count of the chunks, [stretches, N, B].
+      used: [stretches] bool, whether a stretch has tokens. Chunks that fill up the last stretch have none.
+    """
     acc, heads = jnp.promote_types(v.dtype, jnp.float32), k.shape[2]
     repeats = v.shape[2] // heads
     grouped = lambda x: x.reshape(*x.shape[:2], heads, repeats, *x.shape[3:])  # noqa: E731
@@ -129,18 +139,29 @@ def in_rows(out, now, chunks: Chunks):
 
 
 class Prepared(NamedTuple):
-    """What of chunks depends on no state, [N, B, h, r, ...]. U = writes - reads S, S the state before the chunk."""
+    """The parts of chunks that depend on no state, in fp32 or better, all [N, B, h, r, ...].
+
+    With S the state before a chunk, and the module's equations:
+
+        U = writes - reads S,   out = faded q S + attended U,   S <- end S + (left k)^T U
+    """
 
     reads: Any             # [..., C, K]; None without the delta
     writes: jax.Array      # [..., C, V]
     attended: jax.Array    # [..., C, C] weights of the chunk's own updates
-    faded: jax.Array       # [..., C] what is left of S at each token
-    left: jax.Array        # [..., C] what is left of each token behind the chunk; 0: it does not enter
-    end: jax.Array         # [...] what is left of S there
+    faded: jax.Array       # [..., C] share of S that is left at each token
+    left: jax.Array        # [..., C] share of a token that is left after the chunk; 0: the token does not enter
+    end: jax.Array         # [...] share of S that is left after the chunk
 
 
 def prepared(delta: bool, arrays, precision=EXACT) -> Prepared:
-    """Returns the Prepared of the arrays of `in_stretches`. precision: of the products with the inverse."""
+    """Computes the Prepared of the chunks of a stretch.
+
+    Args:
+      delta: whether the update is a delta rule; without it, `reads` is None.
+      arrays: q, k, v, g, beta and enters of `in_stretches`, of one stretch.
+      precision: of the products with the inverse.
+    """
     q, k, v, g, beta, enters = arrays
     acc, size = g.dtype, q.shape[2]
     row = jnp.arange(size)
@@ -164,7 +185,7 @@ def prepared(delta: bool, arrays, precision=EXACT) -> Prepared:
 
 
 def by_key(x_NxBxCxhxK):
-    """Returns [N, B, h, 1, C, K]."""
+    """Moves key heads before tokens: [N, B, C, h, K] -> [N, B, h, 1, C, K]."""
     return jnp.moveaxis(x_NxBxCxhxK, 2, 3)[:, :, :, None]
 
 
@@ -199,7 +220,8 @@ _STRETCHES = {delta: functools.partial(_stretch, delta) for delta in (True, Fals
 
 
 def at_most_zero(gap):
-    """Returns min(gap, 0) with the gradient of gap everywhere: only rounding makes gap positive."""
+    """Returns min(gap, 0) with gradient 1 everywhere. Exactly computed, gap is never positive; rounding can make it so.
+    """
     return gap - jax.lax.stop_gradient(jnp.maximum(gap, 0))
 
 

@@ -57,7 +57,7 @@ FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>"
 
 
 def weighed(m: Migration, key: str) -> dict[str, float]:
-    """Names of rewards with their weights: a name, a list of names, or a table."""
+    """Returns {name of a reward: weight} of a key that holds a name, a list of names (weight 1) or a table."""
     table = {s.key[len(key) + 1 :]: s.value for s in m.all(f"{key}.*")}
     found = table or {str(n): 1.0 for n in m.list(key)}
     for name, weight in found.items():
@@ -67,7 +67,8 @@ def weighed(m: Migration, key: str) -> dict[str, float]:
 
 
 def function(m: Migration, name: str, key: str) -> str:
-    """One reward as an entry of reward.functions; rules and stubs go to the file beside the config."""
+    """Returns a reward as an entry of reward.functions; Cosmos-RL's rules and stubs are written to a file beside the
+    config."""
     if name == "boxed_math":
         m.differs("boxed_math is `math`: math-verify, too, which here also reads references that are no LaTeX")
         return "math"
@@ -85,6 +86,7 @@ def function(m: Migration, name: str, key: str) -> str:
 
 
 def rewards(m: Migration):
+    """Sets reward functions, weights, the overlong penalty, a remote service, and the groups that DAPO keeps."""
     if recipe(m) == "sft":
         return
     key = P + "reward_function"
@@ -128,10 +130,11 @@ def _overlong(m: Migration, weight: float | None, keys):
     # Its buffer ends at max_response_length, though the model's length may cut completions before.
     left = most - m.integer(ROLL + "max_response_length") + length
     if left > most:
-        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in completions of {most}: it was made as long as they")
+        m.lacks(o + "buffer_length", f"a buffer of {length} tokens in completions of {most}: {most} is set")
     elif left <= 0:
         m.differs(
-            f"overlong_reward never acts: it begins {-left} tokens behind what model_max_length lets be sampled"
+            f"overlong_reward never acts: it would begin {-left} tokens after the longest completion that "
+            "model_max_length allows"
         )
     else:
         factor *= left / length
@@ -140,9 +143,9 @@ def _overlong(m: Migration, weight: float | None, keys):
     m.set("reward.overlong_penalty", factor, o + "penalty_factor", *keys)
     if weight is None:
         m.needs(
-            "overlong_reward.enable_overlong_penalty: Cosmos-RL reads it nowhere; its penalty acts where `overlong` is "
-            "among the rewards, or a script calls it. It was written; set reward.overlong_buffer=0 if yours does "
-            "not"
+            "overlong_reward.enable_overlong_penalty: Cosmos-RL does not read it; its penalty acts only if `overlong` "
+            "is among the rewards, or a script calls it. The config has the penalty: set reward.overlong_buffer=0 if "
+            "neither is so in your job"
         )
 
 

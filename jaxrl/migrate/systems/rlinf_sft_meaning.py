@@ -115,6 +115,7 @@ def score(prompt, completion, answer=None, **columns):
 
 
 def pipeline(m: Migration):
+    """Refuses jobs whose model or rows are not those of robo2vlmsft: rows of images and text for a Qwen model."""
     kind, name = m.text(DATA + "type"), m.text(DATA + "dataset_name")
     family = next((str(s.value) for s in m.all(MODEL + "model_type") if s.value), "qwen")
     if not family.startswith("qwen"):
@@ -130,6 +131,8 @@ def pipeline(m: Migration):
 
 
 def lengths(m: Migration):
+    """Sets the longest prompt and completion from data.max_prompt_length, which RLinf's class for these rows does not
+    apply."""
     key = DATA + "max_prompt_length"
     supervised.sequence(m, m.integer(key), key, cut="filter")
     m.set("data.overlong_prompt", "error", key)
@@ -140,6 +143,7 @@ def lengths(m: Migration):
 
 
 def layout(m: Migration):
+    """Sets the mesh from the placement of the actor and Megatron's parallel sizes."""
     total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
     roles, unread = rl.placed(m, total)
     if unread:
@@ -157,18 +161,24 @@ def layout(m: Migration):
 
 
 def batch(m: Migration):
+    """Sets the rows of a step from actor.global_batch_size, and tokens per microbatch from actor.micro_batch_size."""
     size, micro = (ACTOR + name for name in ("global_batch_size", "micro_batch_size"))
     supervised.rows(m, m.integer(size), "rows", size)
     supervised.memory(m, m.integer(micro), micro, DATA + "max_prompt_length")
 
 
 def model(m: Migration):
+    """Sets the options of the model, as in RLinf's RL jobs, without those of the rollout."""
     rl.model(m)
     m.options.pop("rollout.dtype")
 
 
 def rows(m: Migration):
-    """Rows are written anew, by a file beside the config: prompts are made of several columns there."""
+    """Sets data to Parquet files, and writes the program that makes them: RLinf's class builds a prompt from several
+    columns.
+
+    The user has to run that program once. Jobs without rows to train on are refused.
+    """
     train, held, file = DATA + "train_data_paths", DATA + "val_data_paths", f"{m.name}_rows.py"
     written = {f"{m.name}_train.parquet": [str(path) for path in m.list(train)]}
     if not m.list(train):
@@ -199,7 +209,11 @@ def _evaluates(m: Migration) -> bool:
 
 
 def evaluation(m: Migration):
-    """Completions of held-out rows are drawn greedily and compared with the rows', in steps and at the end."""
+    """Sets evaluation every runner.val_check_interval steps and at the end: greedy completions, compared with those of
+    the held-out rows.
+
+    Megatron's worker evaluates nothing; then there is no evaluation here either.
+    """
     key, there = RUNNER + "val_check_interval", "eval.sets" in m.options
     m.set("eval.every_steps", m.integer(key) if there else 0, key)
     m.set("eval.before", False, key)
@@ -213,8 +227,11 @@ def evaluation(m: Migration):
 
 
 def length_of_run(m: Migration):
-    """The first of max_epochs and max_steps that are set ends the run; without any it is one pass. In 0.2 an epoch is a
-    step."""
+    """Sets the length of the run: whichever of runner.max_epochs and runner.max_steps comes first, one pass if neither
+    is set.
+
+    In RLinf 0.2 an epoch is an optimizer step.
+    """
     epochs, steps = RUNNER + "max_epochs", RUNNER + "max_steps"
     passes, most = m.integer(epochs) or -1, m.integer(steps)
     most = -1 if most is None else most

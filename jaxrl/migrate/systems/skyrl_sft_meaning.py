@@ -11,10 +11,12 @@ MESH = (*PLACE, *(MEGATRON + n for n in devices.MEGATRON.values()), "sequence_pa
 
 
 def lengths(m: Migration):
+    """Sets the longest sequence from max_length; longer rows are cut."""
     supervised.sequence(m, m.integer("max_length"), "max_length", cut="truncate")
 
 
 def batch(m: Migration):
+    """Sets the rows of a step, and the tokens per microbatch from SkyRL's packing or its micro-batch."""
     supervised.rows(m, m.integer("batch_size"), "rows", "batch_size")
     packed = m.flag("use_sequence_packing")
     tokens = (m.integer("max_tokens_per_microbatch") or m.integer("max_length")) if packed else 0
@@ -28,6 +30,7 @@ def batch(m: Migration):
 
 
 def length_of_run(m: Migration):
+    """Sets train.steps or data.epochs: num_steps wins over num_epochs, and max_training_steps bounds both."""
     steps, most = m.integer("num_steps"), m.integer("max_training_steps")
     epochs = m.integer("num_epochs")
     if steps:
@@ -46,6 +49,8 @@ def length_of_run(m: Migration):
 
 
 def data(m: Migration):
+    """Sets the data sources with weights, splits, columns and the turns that are trained. Rows of token ids are
+    refused."""
     tokenised = m.list("pretokenized_dataset_paths")
     if tokenised:
         m.lacks(
@@ -89,6 +94,8 @@ def data(m: Migration):
 
 
 def evaluation(m: Migration):
+    """Switches evaluation off: jaxrl measures no loss of held-out rows, and the report says so if the source has such a
+    set."""
     sets = [key for key in ("eval_datasets", "eval_dataset_name", "eval_pretokenized_dataset_paths") if m[key]]
     m.set("eval.every_steps", 0, "eval_interval")
     if sets:
@@ -99,6 +106,7 @@ def evaluation(m: Migration):
 
 
 def layout(m: Migration):
+    """Sets the mesh from nodes, GPUs, Megatron's or FSDP's sizes, and offloaded weights."""
     nodes, per = (m.integer(key) for key in PLACE)
     m.gpus = m.gpus or nodes * per
     strategy = m.text("strategy")
@@ -114,6 +122,7 @@ def layout(m: Migration):
 
 
 def saving(m: Migration):
+    """Sets the run's folder, exports, checkpoints and resume. SkyRL's own checkpoints are not read."""
     if m.text("ckpt_path"):
         m.set("run.dir", m.text("ckpt_path").rstrip("/"), "ckpt_path")
     common.triggers(m, "checkpoint.export_every_steps", m.integer("hf_save_interval"), "hf_save_interval")
@@ -132,5 +141,6 @@ def saving(m: Migration):
 
 
 def loggers(m: Migration):
+    """Sets the loggers with project and run name."""
     names = m.list("logger")
     common.loggers(m, "logger", names, m.text("project_name"), m.text("run_name"), "project_name", "run_name")

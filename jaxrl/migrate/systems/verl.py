@@ -34,7 +34,13 @@ RMODEL, RK, NEW = {RM + "enable": True}, "reward.reward_kwargs.overlong_buffer_c
 
 
 def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
-    """Rows of a table of an optimizer; constant: from which version on Megatron's learning rate does not fall."""
+    """Returns the rows of an optimizer's table.
+
+    Args:
+      o: the table's name, with a dot.
+      beside: settings without which the table is not read, for the tests.
+      constant: first version in which Megatron's learning rate does not fall.
+    """
     mega = {**beside, **MEGA}
     return (
         K(o + "betas", "equivalent", default=[0.9, 0.999], other=[0.9, 0.95], beside=beside),
@@ -60,7 +66,8 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
 
 
 def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
-    """Returns the rows of entries of Megatron's model that change what is learnt, below an engine's table."""
+    """Returns the rows of Megatron's model options that change what is learnt. engine, others: names of engines'
+    tables, with a dot."""
     o = engine + "override_transformer_config."
 
     def also(*names):
@@ -82,7 +89,8 @@ def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
 
 
 def overridden(model: str) -> tuple[Key, ...]:
-    """Returns the rows of entries that replace those of the model's config.json."""
+    """Returns the rows of entries that replace those of the model's config.json. model: name of the model's table, with
+    a dot."""
     config, positions, attention = model + "override_config.", "max_position_embeddings", "attn_implementation"
     return (
         K(config + positions, to=f"model.config.{positions}", other=32768, also=(config + "model_config." + positions,)),
@@ -91,7 +99,11 @@ def overridden(model: str) -> tuple[Key, ...]:
 
 
 def offloaded_state(o: str) -> Joint:
-    """Returns the rule of Megatron's optimizer on the host: where its state lies and its numbers are made."""
+    """Returns the rule of Megatron's optimizer on the host: where its state is stored, and where its numbers are
+    computed.
+
+    o: name of the optimizer's table, with a dot.
+    """
     override = o + "override_optimizer_config."
     return Joint("offloaded optimizer state", (
         K(override + "optimizer_cpu_offload", "equivalent", default=False, other=True, beside={override + "optimizer_offload_fraction": 1.0}),
@@ -100,7 +112,8 @@ def offloaded_state(o: str) -> Joint:
 
 
 def optimizer_rest(o: str) -> tuple[Key, ...]:
-    """Rows of options of an optimizer that stand alone."""
+    """Returns the rows of an optimizer's options that have a meaning each by itself. o: name of its table, with a dot.
+    """
     return (
         K(o + "zero_indexed_step", "unsupported", fine=(True,), why="a schedule counts from 0"),
         K(o + "use_precision_aware_optimizer", "unsupported", fine=(False,), why="AdamW's moments are in fp32"),

@@ -47,7 +47,10 @@ def _axes(kind: str, axes, inputs: int) -> tuple[tuple, tuple]:
 
 
 def entries_of(entry: parameters.Entry, kind: str) -> tuple[parameters.Entry, ...]:
-    """Returns the parameter table's entries of codes and scale that replace a kernel's entry."""
+    """Returns the parameter table's entries of codes and scale, in this order, that replace a kernel's entry.
+
+    kind: int8 or nf4; for nf4 the inputs must be a multiple of BLOCK.
+    """
     shape, axes = entry.kind
     lead, outputs, blocks = entry.stacked, shape[entry.inputs:], math.prod(shape[:entry.inputs]) // BLOCK
     shapes = (shape, outputs) if kind == "int8" else ((blocks, BLOCK // 2, *outputs), (blocks, *outputs))
@@ -62,12 +65,17 @@ def entries_of(entry: parameters.Entry, kind: str) -> tuple[parameters.Entry, ..
 
 
 def dtype_of(entry: parameters.Entry, kind: str):
-    """Returns the dtype of a row of `entries_of`."""
+    """Returns the dtype of an entry of `entries_of`: fp32 of scales, int8 of int8 codes, uint8 of nf4 codes."""
     return jnp.float32 if entry.path[-1] == "scale" else jnp.int8 if kind == "int8" else jnp.uint8
 
 
 def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
-    """Quantises a kernel [*stacked, *I, *O] to {codes, scale}: nearest codes, computed in fp32. Pure, jittable."""
+    """Quantises a kernel [*stacked, *I, *O] to {codes, scale} (shapes: see the module): nearest codes, computed in
+    fp32.
+
+    Pure, jittable. inputs: number of the axes *I. stacked: number of leading axes, each of whose kernels is quantised
+    by itself.
+    """
     work = functools.partial(_int8 if kind == "int8" else _nf4, inputs=inputs)
     for _ in range(stacked):
         work = jax.vmap(work)
@@ -112,7 +120,7 @@ def dequantized(node, sizes: tuple[int, ...], stacked: int = 0) -> jax.Array:
 
 
 def whole(value, entry) -> jax.Array:
-    """Returns a kernel of the base; a quantized one is dequantized."""
+    """Returns the kernel of an entry of the base: as it is, or dequantised to fp32 if `value` is {codes, scale}."""
     sizes = entry.kind[0][:entry.inputs]
     return dequantized(value, sizes, entry.stacked) if isinstance(value, dict) else value
 
@@ -133,14 +141,28 @@ def cast(params, dtype):
 
 @custom_vjp(2, 3)
 def product(x, node, axes, inputs: int):
-    """Contracts the last `inputs` axes of x with the first of the kernel that `node` {codes, scale} stands for, in x's
-    dtype. axes: logical axes of the kernel. Only x has a gradient; the kernel is computed again for it."""
+    """Computes x @ W in x's dtype, [..., *O] of x [..., *I], with W [*I, *O] dequantised from `node` {codes, scale}.
+
+    Only x has a gradient. W is not kept for the backward pass, which dequantises it again.
+
+    Args:
+      axes: logical axis names of W.
+      inputs: number of the axes *I.
+    """
     w = placed(node, axes, x.shape[x.ndim - inputs:], x.dtype)
     return jax.lax.dot_general(x, w, ((tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))), ((), ())))
 
 
 def placed(node, axes, sizes, dtype):
-    """Returns the kernel in `dtype` as every rank uses it (placement.gathered); codes are gathered, not numbers."""
+    """Returns the dequantised kernel [*I, *O] in `dtype`, sharded as every rank uses it (placement.gathered).
+
+    The mesh exchanges codes and scales, not the kernel's numbers.
+
+    Args:
+      node: {codes, scale}.
+      axes: logical axis names of the kernel.
+      sizes: of the axes *I.
+    """
     kind = "int8" if node["codes"].dtype == jnp.int8 else "nf4"
     named = zip(LEAVES, _axes(kind, axes, len(sizes)), strict=True)
     node = {leaf: gathered(node[leaf], own, node[leaf].dtype) for leaf, own in named}

@@ -30,7 +30,8 @@ class Place(NamedTuple):
 
 
 def tensors(model) -> dict[str, Place]:
-    """Returns {HF name: tensor} of the base, in the order of the layers; a tied output matrix is the embedding."""
+    """Returns {HF name: Place} of the tensors of the base, in the order of the layers; a tied output matrix has the
+    place of the embedding."""
     found = {name: Place(entry, index) for entry in model.base.entries
              for index, name in zip(entry.indices, entry.hf_names, strict=True)}
     if model.config.tied:
@@ -39,8 +40,10 @@ def tensors(model) -> dict[str, Place]:
 
 
 def linears(model) -> dict[str, tuple[Place, ...]]:
-    """Returns {HF name: its kernel, or those that are parts of it in their order} of every module that can have an
-    adapter, in the order of the layers."""
+    """Returns {HF name: Places} of the modules that can have an adapter, in the order of the layers.
+
+    A module has the Place of its kernel, or those of all parts of a packed kernel, in their order (models.io.parts).
+    """
     found: dict[str, list[Place]] = {}
     for name, place in tensors(model).items():
         if adaptable(place.entry):
@@ -49,12 +52,15 @@ def linears(model) -> dict[str, tuple[Place, ...]]:
 
 
 def adapted(model) -> dict[str, tuple[Place, ...]]:
-    """Returns `linears` and the output matrix, whose adapter has a place of its own where it is the embedding."""
+    """Returns {HF name: Places} of the modules that can have an adapter (`linears`), and of the output matrix.
+
+    The output matrix has a Place of its own for its adapter, even where its kernel is the embedding.
+    """
     return linears(model) | {HEAD: (Place(head_entry(model.base.entries), ()),)}
 
 
 def hf_shape(places: tuple[Place, ...]) -> tuple[int, int]:
-    """Returns (outputs, inputs) of a module of `linears`."""
+    """Returns (outputs, inputs) of the kernel in the HF folder, from the Places of a module (`linears`)."""
     return sum(place.entry.hf_shape[0] for place in places), places[0].entry.hf_shape[1]
 
 

@@ -82,7 +82,7 @@ def unpack(array, groups: int, outputs: list[int]) -> list:
 
 
 def tensors(model) -> dict[str, Packed]:
-    """Returns the packed tensors of a model by HF's name."""
+    """Returns {HF name: Packed} of the HF tensors that hold several parameters of a model."""
     found: dict[str, dict[int, tuple]] = {}
     for entry in model.entries:
         for name in entry.hf_names if entry.row.part else ():
@@ -122,7 +122,8 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
 
 
 def spread(model, by_name: dict) -> dict:
-    """Returns a table by HF name with the entries of packed tensors repeated for their parts."""
+    """Returns {HF name: value} with the value of each packed tensor given to all of its parts, beside the packed
+    tensor's own."""
     out = dict(by_name)
     for whole, packed in tensors(model).items() if by_name else ():
         out |= {name: by_name[whole] for name in packed.names if whole in by_name}
@@ -130,7 +131,10 @@ def spread(model, by_name: dict) -> dict:
 
 
 def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
-    """Converts the tensors to write: parts become HF's packed tensors."""
+    """Returns the tensors to write under HF's names: the parts of each packed tensor are replaced by that tensor.
+
+    Values are read and packed when a tensor is written, not here. planned: every parameter, under its name here.
+    """
     left = {t.name: t for t in planned}
     for whole, packed in tensors(model).items():
         own = [left.pop(name) for name in packed.names]
@@ -139,7 +143,7 @@ def join(model, planned: list[tensorfile.Planned]) -> list[tensorfile.Planned]:
 
 
 def join_arrays(model, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns arrays by HF name with parts packed into HF's tensors."""
+    """Returns {HF name: array} of {name here: array}: the parts of each packed tensor are packed into that tensor."""
     left = dict(arrays)
     for whole, packed in tensors(model).items():
         if packed.names[0] in left:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import parameters
-from jaxrl.models.decoder import KEPT, Seen, Weights, like, recomputed
+from jaxrl.models.decoder import LAYER_INPUT, Seen, Weights, like, recomputed
 from jaxrl.models.feed_forward import ACTIVATIONS, GATED
 from jaxrl.models.placement import attention_work, gathered, residual, rows, sharded_attention
 from jaxrl.models.product import product
@@ -152,7 +152,7 @@ def _layer(model, params, x, rotation, seen, within):
         seen = jax.tree.map(functools.partial(jnp.where, within), seen[True], seen[False])
     segments, work = seen
     own, same = _weights(model, TABLES[model.config.vision.kind].layer, params), jnp.zeros_like(segments)
-    x = checkpoint_name(x, KEPT)
+    x = checkpoint_name(x, LAYER_INPUT)
     with jax.named_scope("attention"):
         q, k, v = own.linears("attention", rows(_norm(own, "attention_norm", x)), "query", "key", "value")
         if rotation is not None:

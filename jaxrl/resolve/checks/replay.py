@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from jaxrl.certify.claims import CLAIMS
-from jaxrl.checkpoint.resume import changes_past
+from jaxrl.checkpoint.resume import refusal_reason
 from jaxrl.config.load import parse_value
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import options
@@ -40,7 +40,7 @@ def settings(text: str) -> list[tuple[str, object]]:
             raise ConfigError(unknown_option(name))
         if not name.startswith(("algorithm.", "optimizer.")) or isinstance(options()[name].default, tuple | dict):
             raise ConfigError(f"{name}: options of `algorithm` and `optimizer` with one value are tried")
-        if why := changes_past(name):
+        if why := refusal_reason(name):
             raise ConfigError(f"{name}: {why}")
         if not values:
             raise ConfigError(f"{entry!r}: a value is missing")

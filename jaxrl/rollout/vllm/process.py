@@ -27,11 +27,14 @@ def free_port(host: str) -> int:
 
 
 class ServerProcess:
-    """A server process. It ends with the trainer, however that ends: the plugin in each of its processes watches the
-    trainer.
+    """A running vLLM server. It ends when the trainer ends, however that happens: the plugin in each of its processes
+    watches the trainer.
 
     Args:
-      command: words. env: variables to add to this process's. log_file: to which its output is appended."""
+      command: words of the command line.
+      env: variables to add to this process's environment.
+      log_file: file to which the server's output is appended.
+    """
 
     def __init__(self, command: list[str], env: dict[str, str], log_file: Path):
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,17 +67,16 @@ class ServerProcess:
         return " | ".join((errors or lines)[-2:])[-800:]
 
     def bound_log(self) -> None:
-        """Moves a log that has grown too long to the place of the previous one. (The server appends, so it continues
-        at the start.)
-        """
+        """Moves a log of more than LOG_BYTES to `.old.log`, in place of the earlier one. The server appends, so it
+        continues in an empty file."""
         if self.log_file.stat().st_size > LOG_BYTES:
             shutil.copyfile(self.log_file, self.log_file.with_suffix(".old.log"))
             os.truncate(self.log_file, 0)
             self._from = 0
 
     def stop(self) -> None:
-        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS.
-        Also ends stopped processes.
+        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS,
+        which also ends processes that are suspended (SIGSTOP).
         """
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not self._alive():

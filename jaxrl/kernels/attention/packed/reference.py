@@ -23,8 +23,8 @@ class Ids(NamedTuple):
 
 
 def hidden_score(dtype):
-    """Returns the score of a key that is not seen: half of dtype's lowest, so that a query that sees nothing stays
-    finite."""
+    """Returns the score of a hidden key: half of dtype's lowest number, so that a query that sees no key stays finite.
+    """
     return jnp.finfo(dtype).min / 2
 
 
@@ -61,7 +61,13 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
               sinks=None):
-    """Computes api.attention with all scores at once; same arguments and result. Memory grows with L * S."""
+    """Computes api.attention with all scores at once; same result. Memory grows with L * S.
+
+    Args:
+      ids: positions and segments, as `api.ids_of` returns them.
+      chosen: not read. sinks: [H], api.attention's sinks_H.
+      the rest: as of api.attention.
+    """
     del chosen
     scores, groups = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale), k_BxSxGxK.shape[2]
     top = scores.max(axis=-1, keepdims=True)

@@ -33,9 +33,11 @@ PARTS = {"tpu": tpu, "gpu": gpu, "blockwise": blockwise, "reference": reference}
 
 
 class Ring(NamedTuple):
-    """The work of attention in a ring: api.work_of for the part of each of the n devices.
+    """The work of attention in a ring of n devices.
 
-    parts: name of an implementation -> its work, whose leaves have an axis n after their leading axis."""
+    parts: name of an implementation -> api.work_of for the keys of each device; its leaves have an axis n after their
+    leading axis.
+    """
 
     parts: Any
 
@@ -49,8 +51,13 @@ class _How(NamedTuple):
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, q_reach_BxL=None, *, count: int, **options) -> Ring:
-    """Returns api.work_of where the S keys are those of `count` devices, one after another; kv_shape: of one
-    device's."""
+    """Computes the work of attention in a ring: api.work_of for the keys of each of `count` devices.
+
+    Args:
+      kv_shape: of the keys of one device.
+      k_positions_BxS, k_segments_BxS: of the keys of all devices, one device's after another's; S = count * L.
+      the rest: as of api.work_of.
+    """
     def cut(x):
         return None if x is None else x.reshape(len(x), count, -1).swapaxes(0, 1)
 
@@ -66,14 +73,16 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL, q_segments_BxL=None,
               k_segments_BxL=None, q_prefixes_BxL=None, *, axis: str, work: Ring, window=0, softcap=0.0, scale=None,
               implementation="auto", sinks_H=None, q_reach_BxL=None):
-    """Computes api.attention within a shard_map over `axis`, whose devices' keys are all visible.
+    """Computes api.attention of this device's queries over the keys of all devices of `axis`, within a shard_map.
 
-    Queries, keys and ids are this device's; the result is out [B, L, H, K] of its queries. Implementations without lse
-    are skipped.
+    All arrays are this device's part, L tokens of each row. Returns out [B, L, H, K] of its queries, in v's dtype.
+    Implementations that cannot return the logarithms of their softmax sums are skipped.
 
     Args:
-      axis: name of the mesh axis. work: of `work_of`.
-      the rest: as api.attention's."""
+      axis: name of the mesh axis.
+      work: of `work_of`.
+      the rest: as of api.attention.
+    """
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
     ids = api.ids_of(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL, q_reach_BxL,
                      window)
