@@ -94,7 +94,9 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
         if std == "group_mean":
             centred = centred / (own.mean() + STD_EPS) if len(own) and own.mean() > EQUAL else centred
         elif std != "none":
-            centred = centred / _scale(whole if std == "batch" else own, ddof=0 if std == "group_population" else 1)
+            spread = whole if std == "batch" else own
+            ddof = 0 if std == "group_population" else 1
+            centred = centred / (1.0 if _flat(spread) else spread.std(ddof=ddof) + STD_EPS)
         advantages[known] = centred
         zero_signal[members] = not centred.any()
     return advantages, zero_signal
@@ -140,10 +142,6 @@ def _members(groups_N):
 
 def _flat(values):
     return len(values) < 2 or values.max() - values.min() < EQUAL
-
-
-def _scale(values, ddof):
-    return 1.0 if _flat(values) else values.std(ddof=ddof) + STD_EPS
 
 
 def _centred(own, whole, baseline, mean):

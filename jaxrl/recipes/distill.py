@@ -225,7 +225,8 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
         per_completion = batch.traj.total(known) / np.maximum(batch.traj.total(), 1)
         rows = records(batch.traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
                        conversations(batch.traj, job.tokenizer) if c.episodes else None,
-                       save(s.run_dir, batch.traj, batch.result.total, c.log.thumbnails) if s.peers.first else {})
+                       save(s.run_dir, batch.traj, batch.result.total, c.log.thumbnails)
+                       if batch.traj.pictures is not None and s.peers.first else {})
         s.telemetry.rollouts(s.step + 1, rows)
     with s.changing():
         with s.phase("update"):

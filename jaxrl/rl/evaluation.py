@@ -100,7 +100,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
         total = result.total
         metrics[f"eval/{name}/reward_mean"] = float(np.nanmean(total)) if np.isfinite(total).any() else 0.0
         metrics |= {f"eval/{name}/reward/{k}": v for k, v in _rewards(result).items()}
-        kept = save(s.run_dir, traj, scores, c.log.thumbnails) if s.peers.first else {}
+        kept = save(s.run_dir, traj, scores, c.log.thumbnails) if traj.pictures is not None and s.peers.first else {}
         rows[name] = records(traj, examples, texts, result,
                              episodes=conversations(traj, job.tokenizer) if c.episodes else None, kept=kept)
         for record, hit in zip(rows[name], hits.ravel(), strict=True):

@@ -87,7 +87,8 @@ def one_step(loop: Loop) -> StepResult | None:
     with s.phase("score"):
         prepared = prepare(c, roles, batch, layout)
     per_completion = traj.total(prepared.advantages.tokens) / np.maximum(traj.total(), 1)  # means over loss tokens
-    kept = save(s.run_dir, traj, batch.result.total, c.log.thumbnails) if s.peers.first else {}
+    pictures = traj.pictures is not None and s.peers.first
+    kept = save(s.run_dir, traj, batch.result.total, c.log.thumbnails) if pictures else {}
     rows = records(traj, [g.example for g in batch.groups], batch.texts, batch.result, per_completion,
                    conversations(traj, job.tokenizer) if c.episodes else None, kept)
     admitted = [{"admitted": group.admitted} for group in batch.groups]

@@ -294,7 +294,12 @@ def _microbatches(groups, sizes, shapes: RowShapes, keep_groups):
         mine = [unit for unit, fit in zip(units, fits, strict=True) if fit]
         units = [unit for unit, fit in zip(units, fits, strict=True) if not fit]
         alone = [b for unit in mine for b in unit]
-        for rows in _whole_groups(mine, room, counts[0]) if keep_groups else [_rows(alone, room, sizes)]:
+        if keep_groups:
+            parts = _whole_groups(mine, room, counts[0])
+        else:
+            rows = _fewer_rows(_fit_rows(alone, room), room, sizes)
+            parts = [rows if sizes.prefixes is None else min(rows, _fill_rows(alone, room, sizes), key=len)]
+        for rows in parts:
             work = {}
             if shapes.shards > 1:
                 work = {row: sum(attention_work(b, *sizes[:2]) for b in row) for row in rows}
@@ -319,12 +324,6 @@ def row_count(left: int, counts, keep_groups: bool = False) -> int:
         left."""
     small = left <= (counts[-1] if keep_groups else min(2 * counts[-1], counts[0] - 1))
     return counts[-1] if small else counts[0]
-
-
-def _rows(blocks, room, sizes):
-    """Packs blocks into rows; regroups their sequences if that needs fewer rows."""
-    rows = _fewer_rows(_fit_rows(blocks, room), room, sizes)
-    return rows if sizes.prefixes is None else min(rows, _fill_rows(blocks, room, sizes), key=len)
 
 
 def _whole_groups(groups, room, most):

@@ -31,12 +31,15 @@ def save(folder: Path, traj: Trajectories, scores, most: int) -> dict[int, str]:
     first, as in the report. What cannot be written or read is logged.
 
     Args:
-      folder: run directory. scores: [N] of the trajectories.
+      folder: run directory.
+      traj: trajectories with pictures (`traj.pictures`).
+      scores: [N] of the trajectories.
 
     Returns:
       Number of a picture -> name of its file, relative to the run directory; {} if files cannot be written.
     """
-    if traj.pictures is None or not most:
+    assert traj.pictures is not None
+    if not most:
         return {}
     try:
         return _save(folder, traj.pictures, _first(traj, np.asarray(scores), most))
