@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.attention import share, shares_prompts
+from jaxrl.kernels.attention import least_shared, share, shares_prompts
 from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
@@ -164,10 +164,21 @@ class Programs:
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
         self.data_shards = data_shards(mesh)
-        self.shares = shares_prompts(model.attention, mesh)  # whether decoding has a use for what slots share
+        self.shares = self._shares_prompts()  # whether decoding has a use for what slots share
 
     def _named(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
+
+    def _shares_prompts(self) -> bool:
+        """Returns whether decoding reads prompts of several slots once: a kernel does, of those that are long enough.
+        """
+        if not shares_prompts(self.model.attention, self.mesh):
+            return False
+        shapes = self.shapes
+        cache = jax.eval_shape(lambda: self.model.init_cache(shapes.slots, shapes.cache_lengths[-1], self.dtype))
+        keys, groups = recurrent.positional(cache), self.model.config.cache_heads
+        least = least_shared(keys.shape[-3:], keys.dtype, groups, self.model.attention, self.mesh)
+        return shapes.prompt_lengths[-1] - 1 >= least  # each slot writes the last token itself
 
     @functools.cached_property
     def of_cache(self):
