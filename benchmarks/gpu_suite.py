@@ -83,6 +83,8 @@ PARTS = {
     "decode-while": decoding("the loop over tokens in one CUDA graph", WHILE),
     "decode-cublas": decoding("products by cuBLAS", CUBLAS),
     "decode-both": decoding("both", f"{WHILE} {CUBLAS}"),
+    "first-0.5B": Part("the first step with an empty and with a filled cache of compiled programs", "training:first_steps", ("0.5B",), ("tiny",)),
+    "first-1.5B": Part("the same", "training:first_steps", ("1.5B",), ("tiny",)),
     "vllm-0.5B": server("gap, seconds by phase, weights by shared memory", "0.5B", "shm"),
     "vllm-1.5B": server("the same", "1.5B", "shm"),
     "vllm-network": server("weights over HTTP", "0.5B", "network"),

@@ -176,7 +176,7 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(suite, tmp_path):
     """Predicted and measured stand beside each other; figures mean something on an accelerator only."""
     from gpu import rows
 
-    names = ["0.5B", "decode-both", "lora", "experts", "dpo", "ahead", "plan", "logprob", "vllm-nccl"]
+    names = ["0.5B", "decode-both", "first-0.5B", "lora", "experts", "dpo", "ahead", "plan", "logprob", "vllm-nccl"]
     done = subprocess.run([sys.executable, suite.__file__, "--tiny", "--out", tmp_path, *names], capture_output=True, text=True,
                           env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -185,6 +185,7 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(suite, tmp_path):
     assert all(found[name, "part"]["state"] == rows.DONE for name in names[:-1]) and not any("failed" in row for row in found.values())
     assert all(found[name, "update"]["tokens_per_second"] > 0 for name in ("0.5B", "lora", "experts", "dpo"))
     assert found["decode-both", "decoding"]["tokens_per_second"] > 0 and "WHILE" in found["decode-both", "first rollout"]["xla_flags"]
+    assert all(found["first-0.5B", f"{cache} cache: first step"]["rollout"] > 0 for cache in ("empty", "filled"))
     assert found["0.5B", "steps"]["compilations_after_warm_up"] == 0 and found["0.5B", "predicted"]["peak_gib"] > 0
     assert {"decode_part", "accumulate"} <= {name.removeprefix("trace: program ") for part, name in found if part == "0.5B"}
     assert found["ahead", "max_staleness=2 beside 0"]["step_of_sum"] > 0 and found["plan", "0.5B"]["update_of_measured"] > 0
