@@ -237,11 +237,12 @@ class Programs:
         shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
         """
         key, ((mesh, there), (joint, layout)), _ = self._layouts_of(params)
-        copy = self.run(key, self._cast, (params,), out_shardings=there, mesh=mesh)
+        copy = self.run(key, self.cast, (params,), out_shardings=there, mesh=mesh)
         copy = copy if mesh is joint else memory.moved(copy, layout)
         return copy if self.mesh is self.joint else as_local_arrays(copy, self.mesh)
 
-    def _cast(self, params):
+    def cast(self, params):
+        """Returns weights in the rollout dtype and layout, on the devices that have them. Pure."""
         cast = quantized.cast(memory.fetched(params), self.dtype)
         return unstacked.laid_out(self.published, self.model, cast)
 
@@ -252,7 +253,7 @@ class Programs:
         if key not in self._publish_layouts:
             theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
             same = set(theirs.devices.flat) == set(self.joint.devices.flat)
-            axes, shapes = self.model.logical_axes(), jax.eval_shape(self._cast, params)
+            axes, shapes = self.model.logical_axes(), jax.eval_shape(self.cast, params)
             self._publish_layouts[key] = [(mesh, param_shardings(mesh, axes, shapes, ROLLOUT_RULES))
                                           for mesh in (self.joint if same else theirs, self.joint)], shapes
         return key, *self._publish_layouts[key]
