@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu import card  # noqa: E402
 from gpu import rows as results  # noqa: E402
 
 SECONDS, GRACE = 180.0, 20.0  # of a part; of one that was told to end
@@ -38,6 +39,8 @@ UNLIMITED = 3600.0            # seconds of a tiny part
 WHOLE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}     # jax has the device alone
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}    # other processes or libraries need memory, too
 NO_DEVICE = {"JAX_PLATFORMS": "cpu"}
+WHILE = "--xla_gpu_enable_command_buffer=+WHILE"
+CUBLAS = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
 
 
 class Part(NamedTuple):
@@ -60,6 +63,15 @@ def kernels(about: str, part: str) -> Part:
     return Part(about, "kernels:timed", (part, False), (part, True), SHARED)
 
 
+def layers(*names: str) -> Part:
+    return Part(f"layers of experts beside XLA's blocks and ragged_dot: {', '.join(names)}", "kernels:timed", ("experts", False, names),
+                ("experts", True), SHARED)
+
+
+def decoding(about: str, flags: str = "") -> Part:
+    return Part(f"rollouts of the 1.5B case alone, {about}", "decoding:run", ("1.5B",), ("tiny",), WHOLE | {"XLA_FLAGS": flags} if flags else WHOLE)
+
+
 def server(about: str, case: str, way: str) -> Part:
     return Part(f"five steps with a vLLM server on the card: {about}", "servers:run", (case, way), ("tiny vllm", way), {})
 
@@ -67,6 +79,12 @@ def server(about: str, case: str, way: str) -> Part:
 PARTS = {
     "1.5B": Part("GRPO steps: phases, decoding beside its roofline, update's MFU, memory, a trace", "training:run", ("1.5B",), ("tiny",)),
     "0.5B": Part("the same: twenty steps", "training:run", ("0.5B",), ("tiny",)),
+    "decode": decoding("to be beside the next three"),
+    "decode-while": decoding("the loop over tokens in one CUDA graph", WHILE),
+    "decode-cublas": decoding("products by cuBLAS", CUBLAS),
+    "decode-both": decoding("both", f"{WHILE} {CUBLAS}"),
+    "first-0.5B": Part("the first step with an empty and with a filled cache of compiled programs", "training:first_steps", ("0.5B",), ("tiny",)),
+    "first-1.5B": Part("the same", "training:first_steps", ("1.5B",), ("tiny",)),
     "vllm-0.5B": server("gap, seconds by phase, weights by shared memory", "0.5B", "shm"),
     "vllm-1.5B": server("the same", "1.5B", "shm"),
     "vllm-network": server("weights over HTTP", "0.5B", "network"),
@@ -89,7 +107,8 @@ PARTS = {
     "torch-update": Part("a torch loop's update of the 1.5B case", "peers:update", ("1.5B",), ("tiny",), {}),
     "torch-generate": Part("transformers' generate, 0.5B case", "peers:generate", ("0.5B",), ("tiny",), {}),
     "experts": Part("a model of 64 experts, 8 to a token, 1.1B parameters: the update", "training:run", ("experts",), ("tiny experts",)),
-    "experts-layers": kernels("layers of experts, 8 to 128 of them", "experts"),
+    "experts-layers": layers("Qwen3-30B-A3B", "gpt-oss-20b"),
+    "experts-counts": layers("8 experts", "128 experts", "16 experts", "64 experts", "32 experts"),
     "recurrence": kernels("recurrences of Qwen3.5 and Nemotron 3, rows of 8k and 32k", "recurrence"),
     "ahead": Part("max_staleness=2 with the embedded sampler on the trainer's device", "training:ahead", ("0.5B", 6), ("tiny", 4)),
     "logprob": kernels("log-probs and gradients of a head, chunked and whole", "logprob"),
@@ -109,7 +128,8 @@ def one(name: str, file: Path, tiny: bool, share: str, origin: dict) -> int:
     if share:
         call(report, share)
         return 0
-    call(report, *(part.tiny if tiny else part.arguments))
+    with card.watched(report):
+        call(report, *(part.tiny if tiny else part.arguments))
     report.end()
     return int(bool(report.failed))
 

@@ -2,7 +2,8 @@
 
     python evidence/gpu_programs.py --case 0.5B --programs decode              of the sampler, kernels per layer and per token
     python evidence/gpu_programs.py --case 1.5B --programs update,update_apply of the trainer, memory beside what is kept
-    python evidence/gpu_programs.py --case 1.5B --programs decode --budget     and fails where decoding is over BUDGET
+    python evidence/gpu_programs.py --budget                                   of 2 and 4 layers of 1.5B; fails where one is over gpu_programs.csv
+    python evidence/gpu_programs.py --budget --case experts                    the same counts of other layers, without a limit
     ... --flags "--xla_gpu_enable_triton_gemm=false"                          with flags of XLA; --keep FOLDER keeps HLO, thunks, buffers, PTX
     ... model.scan_layers=false rollout.slots=64                              with options of the config
 
@@ -17,6 +18,7 @@ are one custom call each, compiled only where the program is loaded (evidence/gp
 
 import argparse
 import collections
+import csv
 import json
 import math
 import os
@@ -27,8 +29,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-OUTSIDE = 32  # launches of a token that are of no layer and in no branch: embedding, final norm, head, sums over logits
-BUDGET = {"weights copied in a layer": 0, "launches in a layer": 14, "host waits in a token": 1}
+BUDGET = Path(__file__).with_suffix(".csv")
+DUMP, GIB = "*thunk_sequence_after_thunk_passes.txt", 1 << 30
+BUDGETED, DEPTHS = ("1.5B", ("decode", "update")), (4, 6)  # case and programs of the budget; layers of its two copies
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 
 
@@ -164,20 +167,42 @@ def slices_of(lines) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+\[[\d,]*\]", result[1])) if result else ()
 
 
-def over_budget(tree: dict, layers: int) -> bool:
-    """Prints what one token of the decode program takes beside BUDGET, and says whether it is over it."""
-    token = next(n for n in walk(tree) if n["kind"] == "kWhile")
-    body = next(part for part in token["inside"] if part["name"] == "body")
-    count, graphs, _, _, nested = launches(body, False)
-    inner = [p for one, _ in nested if one["kind"] == "kWhile" for p in one["inside"] if p["name"] == "body"]
-    by_layer = sum((launches(p, False)[0] for p in inner), collections.Counter())
-    conditionals = sum(one["kind"] == "kConditional" and not in_graph for one, in_graph in nested)
-    copied = by_layer["slice copied"] or count["slice copied"] / layers
-    found = {"weights copied in a layer": copied, "launches in a layer": by_layer.total() or (count.total() - OUTSIDE) / layers,
-             "host waits in a token": 1 + conditionals}  # the loop's own condition
-    for what, limit in BUDGET.items():
-        print(f"budget: {what}: {found[what]:.3g}, at most {limit}" + ("" if found[what] <= limit else "  OVER"))
-    return any(found[what] > limit for what, limit in BUDGET.items())
+def counted(name: str, program: Program, tree: dict, layers: int, temporaries: float) -> dict:
+    """What the budget limits, of one copy: of the decode program's token loop or of the update's two loops over layers."""
+    loops = [one for one in tree["inside"] if one["kind"] == "kWhile"]
+    body = lambda loop: next(part for part in loop["inside"] if part["name"] == "body")  # noqa: E731
+    if name == "decode":
+        loop = next(one for one in walk(tree) if one["kind"] == "kWhile")
+        count, _, _, _, nested = launches(body(loop), False)
+        whole = any(one is loop for graph in walk(tree) if graph["kind"] == "kCommandBuffer" for one in walk(graph))
+        waits = 0 if whole else 1 + sum(one["kind"] == "kConditional" and not within for one, within in nested)
+        return {"launches": count.total(), "weights copied": count["slice copied"], "host waits in a token": waits, "temporaries, MiB": temporaries}
+    found = [launches(body(one), False)[0].total() for one, (_, times) in zip(loops, program.control(program.entry), strict=True) if times == layers]
+    return {"launches in a layer, forward": found[0], "launches in a layer, backward": found[-1], "temporaries, MiB": temporaries}
+
+
+def by_layer(name: str, few: dict, more: dict) -> dict:
+    """The counts of two copies of a program, DEPTHS layers deep, as those of a layer and of the rest."""
+    each = {what: (more[what] - few[what]) / (DEPTHS[1] - DEPTHS[0]) for what in more}
+    if name != "decode":
+        return {**more, "temporaries of a layer, MiB": each["temporaries, MiB"]}  # an input; a gradient in fp32 would be 178
+    return {"weights copied in a layer": each["weights copied"], "launches in a layer": each["launches"],
+            "launches outside of layers": few["launches"] - DEPTHS[0] * each["launches"],
+            **{what: more[what] for what in ("host waits in a token", "temporaries, MiB")}}
+
+
+def over_budget(found: dict) -> bool:
+    """Prints {program: counts} beside the budget, and returns whether one is over it."""
+    with BUDGET.open() as file:
+        limits = {(row["program"], row["what"]): float(row["most"]) for row in csv.DictReader(file)}
+    over = False
+    for (program, what), limit in limits.items():
+        if program not in found:
+            continue
+        value = found[program][what]
+        over |= value > limit
+        print(f"budget: {program}: {what}: {value:.4g}, at most {limit:g}" + "  OVER" * (value > limit))
+    return over
 
 
 def walk(node: dict):
@@ -191,25 +216,8 @@ def bytes_of(shape: str) -> int:
     return WIDTH.get(kind, 1) * math.prod(int(n) for n in sizes.split(",") if n)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", default=str(Path(__file__).parents[1]))
-    parser.add_argument("--budget", action="store_true", help="fail where the decode program is over BUDGET")
-    parser.add_argument("--case", default="0.5B", help="of benchmarks/gpu/cases.py")
-    parser.add_argument("--programs", default="decode")
-    parser.add_argument("--attention", default="gpu", help="model.attention")
-    parser.add_argument("--chip", default="h200", choices=("h100", "h200"))
-    parser.add_argument("--flags", default="", help="of XLA")
-    parser.add_argument("--keep", default="", help="folder for XLA's dumps")
-    parser.add_argument("--verbose", action="store_true", help="names of kernels, too")
-    parser.add_argument("options", nargs="*", help="option=value of the config")
-    asked = parser.parse_args()
-    folder = Path(asked.keep or tempfile.mkdtemp())
-    os.environ["JAX_PLATFORMS"] = "cpu"  # or jax looks for a GPU at start
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text {asked.flags}"
-    root = Path(asked.checkout).resolve()
-    sys.path[:0] = [str(root), str(root / "evidence"), str(root / "benchmarks")]
-
+def lowered(asked, folder: Path, layers: int = 0):
+    """(programs.Lowered of the case, GiB of what is kept by part). layers: of the model; 0 = as many as it has."""
     from gpu import cases
 
     from jaxrl import sharding
@@ -218,37 +226,77 @@ def main():
     from jaxrl.resolve.spec import Platform, resolve
 
     config = cases.job(asked.case, str(folder / "run"))
+    described = cases.described(cases.CASES[asked.case].model or asked.case)
+    if layers:
+        described = config.model.config = {**described, "num_hidden_layers": layers}
     config.model.attention = asked.attention
     for option in asked.options:
         key, value = option.split("=", 1)
         put(config, key, json.loads(value) if value[:1] in '[{"' or re.fullmatch(r"-?\d+(\.\d+)?", value) else value)
-    described = cases.described(cases.CASES[asked.case].model or asked.case)
     spec = resolve(config, Platform("gpu", "bf16"), described)
     mesh = sharding.make_mesh(SimpleNamespace(dp=1, fsdp=1, cp=1, ep=1, tp=1), gpu_devices.devices(asked.chip))
-    begin = time.process_time()
     found = programs.lower(spec, described, mesh, mesh, wanted=set(asked.programs.split(",")))
-    gib = 1 << 30
-    kept = {part: programs.device_bytes(tree) / gib for part, tree in found.live.items()}
+    return found, {part: programs.device_bytes(tree) / GIB for part, tree in found.live.items()}
+
+
+def compiled(one, folder: Path, verbose: bool):
+    """(compiled program, Program, tree of thunks, processor seconds, seconds) of a lowered program."""
+    before, begin, wall = set(folder.glob(DUMP)), time.process_time(), time.monotonic()
+    program = one.compile()
+    spent = time.process_time() - begin, time.monotonic() - wall
+    file, = set(folder.glob(DUMP)) - before
+    return program, Program(program.as_text(), verbose), thunks(file.read_text()), *spent
+
+
+def budget(asked, folder: Path) -> bool:
+    """Compiles copies of DEPTHS layers, prints their counts, and returns whether one is over the budget."""
+    found = {name: [] for name in asked.programs.split(",")}
+    for layers in DEPTHS:
+        for name, one in lowered(asked, folder, layers)[0].programs.items():
+            program, parsed, tree, *_ = compiled(one, folder, False)
+            found[name].append(counted(name, parsed, tree, layers, program.memory_analysis().temp_size_in_bytes / 2**20))
+    counts = {name: by_layer(name, *each) for name, each in found.items()}
+    for name, each in counts.items():
+        print(f"{asked.case}, {name}: " + ", ".join(f"{what} {value:.4g}" for what, value in each.items()))
+    return asked.case == BUDGETED[0] and over_budget(counts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", default=str(Path(__file__).parents[1]))
+    parser.add_argument("--budget", action="store_true", help="counts of small copies beside gpu_programs.csv, which fail where they are over it")
+    parser.add_argument("--case", default="", help="of benchmarks/gpu/cases.py; 0.5B, with --budget 1.5B")
+    parser.add_argument("--programs", default="")
+    parser.add_argument("--attention", default="gpu", help="model.attention")
+    parser.add_argument("--chip", default="h200", choices=("h100", "h200"))
+    parser.add_argument("--flags", default="", help="of XLA")
+    parser.add_argument("--keep", default="", help="folder for XLA's dumps")
+    parser.add_argument("--verbose", action="store_true", help="names of kernels, too")
+    parser.add_argument("options", nargs="*", help="option=value of the config")
+    asked = parser.parse_args()
+    asked.case = asked.case or (BUDGETED[0] if asked.budget else "0.5B")
+    asked.programs = asked.programs or ",".join(BUDGETED[1] if asked.budget else ("decode",))
+    folder = Path(asked.keep or tempfile.mkdtemp())
+    os.environ["JAX_PLATFORMS"] = "cpu"  # or jax looks for a GPU at start
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text {asked.flags}"
+    root = Path(asked.checkout).resolve()
+    sys.path[:0] = [str(root), str(root / "evidence"), str(root / "benchmarks")]
+    if asked.budget:
+        return int(budget(asked, folder))
+    begin = time.process_time()
+    found, kept = lowered(asked, folder)
     print(f"{asked.case} on {asked.chip}, lowered in {time.process_time() - begin:.1f} processor s")
     print("kept, GiB:", {part: round(size, 3) for part, size in kept.items()}, "in all", round(sum(kept.values()), 2))
-    over = False
-    for name_, lowered in found.programs.items():
-        before, begin, wall = set(folder.glob("*thunk_sequence_after_thunk_passes.txt")), time.process_time(), time.monotonic()
-        compiled = lowered.compile()
-        spent = time.process_time() - begin, time.monotonic() - wall
-        m = compiled.memory_analysis()
-        print(f"\n{name_}: compiled in {spent[0]:.1f} processor s ({spent[1]:.1f} s); GiB: arguments {m.argument_size_in_bytes / gib:.3f}, "
-              f"outputs not in arguments {(m.output_size_in_bytes - m.alias_size_in_bytes) / gib:.3f}, temporaries {m.temp_size_in_bytes / gib:.3f}; "
-              f"peak if the rest is kept {sum(kept.values()) + (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / gib:.2f}")
-        for file in set(folder.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
-            program = Program(compiled.as_text(), asked.verbose)
-            tree = thunks(file.read_text())
-            program.show(tree, program.entry, "entry")
-            if asked.budget and name_ == "decode":
-                over |= over_budget(tree, described["num_hidden_layers"])
+    for name, one in found.programs.items():
+        program, parsed, tree, spent, wall = compiled(one, folder, asked.verbose)
+        m = program.memory_analysis()
+        print(f"\n{name}: compiled in {spent:.1f} processor s ({wall:.1f} s); GiB: arguments {m.argument_size_in_bytes / GIB:.3f}, "
+              f"outputs not in arguments {(m.output_size_in_bytes - m.alias_size_in_bytes) / GIB:.3f}, temporaries {m.temp_size_in_bytes / GIB:.3f}; "
+              f"peak if the rest is kept {sum(kept.values()) + (m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / GIB:.2f}")
+        parsed.show(tree, parsed.entry, "entry")
     if asked.keep:
         print(f"\ndumps: {folder}")
-    return int(over)
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -116,12 +117,66 @@ def test_a_trace_is_read_into_tables(tmp_path):
     assert own[0]["launches"] >= 1 and own[0]["busy_ms"] > 0 and any("kernel" in row["name"] for row in own)
 
 
+def test_a_part_writes_what_the_card_did_meanwhile(suite, tmp_path, monkeypatch):
+    """Of the moments at which it worked; a machine without nvidia-smi has no row."""
+    from gpu import card, rows
+
+    report = rows.Report("tiny", tmp_path / "rows.jsonl", ORIGIN)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with card.watched(report):
+        pass
+    assert rows.read(report.file) == []
+    moments = ["1980, 3201, 120.5, 700.00, 40, 12", "1410, 3201, 690.0, 700.00, 66, 100", "1380, 3201, 698.0, 700.00, 67, 97",
+               "1500, 3201, [N/A], 700.00, 66, 100", "1395, 3201, 69"]
+    tool = tmp_path / "nvidia-smi"
+    lines = [f"echo '{line}'" for line in moments[:-1]] + [f"printf '{moments[-1]}'", f"echo $* > {tmp_path}/asked", "exec /bin/sleep 60"]
+    tool.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    tool.chmod(0o755)
+    with card.watched(report):
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.01)
+    row, = rows.read(report.file)
+    assert (row["name"], row["moments"], row["sm_mhz"], row["sm_mhz_lowest"], row["watts_highest"]) == ("card", 2, 1395.0, 1380.0, 698.0)
+    assert row["watts_allowed"] == 700.0 and "--query-gpu=clocks.sm," in (tmp_path / "asked").read_text()
+
+
+def test_a_part_that_was_out_of_time_goes_on_where_it_stopped(suite, tmp_path, monkeypatch, capsys):
+    import kernel_table
+    from gpu import kernels, rows
+
+    asked = []
+
+    def two(table, sizes):
+        for name in sizes["layers"]:
+            table.measure("experts forward", name, "tiny", "gpu", lambda name=name: asked.append(name) or (lambda: 0, {}))
+
+    monkeypatch.setitem(kernel_table.PARTS, "experts", two)
+    monkeypatch.setitem(kernel_table.FULL, "matmul", 64)
+    monkeypatch.setitem(kernel_table.FULL, "copy", 1 << 12)
+    measured = kernel_table.Table.seconds
+
+    def late(table, call):
+        table.deadline = 0.0 if asked else table.deadline
+        return measured(table, call)
+
+    monkeypatch.setattr(kernel_table.Table, "seconds", late)
+    for done in (["a"], ["b"]):
+        asked.clear()
+        report = rows.Report("experts-counts", tmp_path / "rows.jsonl", ORIGIN)
+        kernels.timed(report, "experts", False, ("a", "b"))
+        report.end()
+        assert asked == done
+        assert rows.is_done(rows.read(report.file), "experts-counts", "aaaaaaa") == (done == ["b"])
+    found = {row["name"]: row for row in rows.read(report.file)}
+    assert found["experts forward, a, tiny, gpu"]["milliseconds"] >= 0 and "not_run" not in found["experts forward, b, tiny, gpu"]
+
+
 @pytest.mark.slow
 def test_the_gpu_suite_runs_at_a_tiny_shape(suite, tmp_path):
     """Predicted and measured stand beside each other; figures mean something on an accelerator only."""
     from gpu import rows
 
-    names = ["0.5B", "lora", "experts", "dpo", "ahead", "plan", "logprob", "vllm-nccl"]
+    names = ["0.5B", "decode-both", "first-0.5B", "lora", "experts", "dpo", "ahead", "plan", "logprob", "vllm-nccl"]
     done = subprocess.run([sys.executable, suite.__file__, "--tiny", "--out", tmp_path, *names], capture_output=True, text=True,
                           env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,6 +184,8 @@ def test_the_gpu_suite_runs_at_a_tiny_shape(suite, tmp_path):
     found = {(row["part"], row["name"]): row for row in rows.read(file)}
     assert all(found[name, "part"]["state"] == rows.DONE for name in names[:-1]) and not any("failed" in row for row in found.values())
     assert all(found[name, "update"]["tokens_per_second"] > 0 for name in ("0.5B", "lora", "experts", "dpo"))
+    assert found["decode-both", "decoding"]["tokens_per_second"] > 0 and "WHILE" in found["decode-both", "first rollout"]["xla_flags"]
+    assert all(found["first-0.5B", f"{cache} cache: first step"]["rollout"] > 0 for cache in ("empty", "filled"))
     assert found["0.5B", "steps"]["compilations_after_warm_up"] == 0 and found["0.5B", "predicted"]["peak_gib"] > 0
     assert {"decode_part", "accumulate"} <= {name.removeprefix("trace: program ") for part, name in found if part == "0.5B"}
     assert found["ahead", "max_staleness=2 beside 0"]["step_of_sum"] > 0 and found["plan", "0.5B"]["update_of_measured"] > 0

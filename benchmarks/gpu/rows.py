@@ -195,6 +195,9 @@ BESIDE = {  # what is compared -> (part, row, unit) of jaxrl and of its peers
     "1.5B, 256 completions of 512 tokens, tokens/s": {
         "jaxrl, embedded": ("1.5B", "decoding"), "vLLM alone": ("vllm-alone-1.5B", "generation"),
         "jaxrl with vLLM": ("vllm-1.5B", "rollout")},
+    "1.5B, the same without a trainer, by flags of XLA": {
+        "none": ("decode", "decoding"), "loop in one graph": ("decode-while", "decoding"), "cuBLAS": ("decode-cublas", "decoding"),
+        "both": ("decode-both", "decoding")},
     "1.5B, update of 256 x (40 + 512) tokens, tokens/s": {
         "jaxrl": ("1.5B", "update"), "torch loop": ("torch-update", "update")},
 }

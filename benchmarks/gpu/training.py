@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from gpu import rows as results
 from gpu.cases import CASES, PROMPT, described, job
 from gpu.trace import report_trace
 
+SUITE = Path(__file__).resolve().parents[1] / "gpu_suite.py"
 WARM = 2  # steps that compile
 PHASES = ("rollout", "reward", "score", "update", "publish", "other", "step")
 
@@ -143,6 +146,22 @@ def ahead(report, name: str, steps: int) -> None:
     if len(found) == 2:
         parts = sum(found[0].get(n, 0.0) for n in PHASES if n not in ("other", "step"))
         report("max_staleness=2 beside 0", step_of_sum=found[2]["step"] / parts, step_of_step=found[2]["step"] / found[0]["step"])
+
+
+def first_steps(report, name: str) -> None:
+    """The seconds of a first step in a new process with an empty cache of compiled programs, and in a second one with that
+    cache. name: of a case; or, in those processes, with the row's name and the cache's folder, apart by "|"."""
+    name, *own = name.split("|")
+    with tempfile.TemporaryDirectory() as folder:
+        if not own:
+            for row in ("empty cache", "filled cache"):
+                command = [sys.executable, str(SUITE), "--one", report.part, "--file", str(report.file), "--share", f"{name}|{row}|{folder}"]
+                if code := subprocess.run(command).returncode:
+                    report.failed.append(f"{row}: its process ended with {code}")
+            return
+        config = job(name, f"{folder}/run", 1)
+        row, config.run.compile_cache = own
+        trained(report, name, config, traced=False, prefix=f"{row}: ")
 
 
 def planned(report, *names: str) -> None:

@@ -291,7 +291,8 @@ def planned(case, phases: dict) -> Speeds:
     c, chip = case.config, case.target.chip
     (inner, shapes, width), servers = case.sampler, case.samplers
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
-    weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width))
+    weights = workload.Work(0.0, workload.weight_bytes(case.model, inner, ROLLOUT_RULES, width),
+                            launches=decode.launches)
     seconds = lambda work: roofline.phase(chip, [(work, 1)], 0.0)["seconds"]  # noqa: E731
     least, full = sorted((seconds(weights), seconds(decode)))
     slots = shapes.slots * servers

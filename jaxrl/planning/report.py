@@ -43,12 +43,13 @@ def table(plan: dict) -> str:
                          f"{one['count']:7,d} x  {size(one['sent'])}")
     if not any(plan["collectives"].values()):
         lines.append("  none")
-    lines += ["", f"{'phase':10s}{'seconds':>10s}{'ideal':>10s}{'compute':>10s}{'memory':>10s}{'network':>10s}  bound  "
-                  " (ideal: at the chip's peak; seconds: as published runs attain)"]
+    columns = ["seconds", "ideal", "compute", "memory", "network"]
+    if any(p["launches"] for p in plan["phases"].values()):
+        columns.append("launches")
+    lines += ["", f"{'phase':10s}" + "".join(f"{name:>10s}" for name in columns)
+              + "  bound   (ideal: at the chip's peak; seconds: as published runs attain)"]
     for name, p in plan["phases"].items():
-        lines.append(f"{name:10s}" + "".join(f"{p[k]:10.3g}"
-                                             for k in ("seconds", "ideal", "compute", "memory", "network"))
-                     + f"  {p['bound']}")
+        lines.append(f"{name:10s}" + "".join(f"{p[k]:10.3g}" for k in columns) + f"  {p['bound']}")
     lines += [f"{name:10s}not planned: {why}" for name, why in plan.get("not_planned", {}).items()]
     bound = plan.get("error", {}).get("step_seconds")
     lines += ["", f"step {plan['step_seconds']:.3g} s"

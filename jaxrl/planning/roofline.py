@@ -1,7 +1,8 @@
 """Seconds of each phase: operations over the chip's peak, bytes over its bandwidth, collectives over its links.
 
 `ideal` is the longest of the three at the chip's own figures, a lower bound. `seconds` takes the shares of peak and
-bandwidth that published runs attain (Chip.attainable) and hides communication behind the rest; `serial` does not.
+bandwidth that published runs attain (Chip.attainable), adds the time that launches of kernels take (LAUNCH), and hides
+communication behind the rest; `serial` does not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from jaxrl.sharding.chips import Chip
 # Seconds of a collective however small it is, and of one more device or host in its ring: assumptions, of the order
 # that vendors' benchmarks show. (start, next device, next host)
 LATENCY = {"tpu": (3e-6, 1e-6, 0.0), "gpu": (10e-6, 1e-6, 5e-6), "cpu": (50e-6, 10e-6, 0.0)}
+
+# Seconds that each kernel of a decoding step adds to its products and bytes. On an H200 a token of 256 slots took 4.79
+# ms with 447 launches (1.5B) and 3.00 ms with 391 (0.5B; benchmarks/results/suite_nvidia_h200.md): for 2.2 us a launch
+# nothing ran, in both cases, and kernels other than products and attention took about 3.4 us each.
+LAUNCH = {"gpu": 5.5e-6}
 
 
 def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> float:
@@ -33,16 +39,20 @@ def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> fl
 
 
 def phase(chip: Chip, parts: list[tuple], network: float) -> dict:
-    """{"compute", "memory", "network", "ideal", "seconds", "serial", "bound", "flops", "bytes"} of a phase.
+    """{"compute", "memory", "network", "launches", "ideal", "seconds", "serial", "bound", "flops", "bytes"} of a
+    phase.
 
     parts: (Work, how often) pairs, all on one device; network: seconds of their collectives, already times how often.
+    launches: seconds of LAUNCH. bound: which of the four is longest.
     """
     flops = sum(w.flops * n for w, n in parts)
     moved = sum(w.bytes * n for w, n in parts)
     compute, memory = flops / chip.flops, moved / chip.bandwidth
+    launches = sum(w.launches * n for w, n in parts) * LAUNCH.get(chip.kind, 0.0)
     of_peak, of_bandwidth = chip.attainable
-    busy = max(compute / of_peak, memory / of_bandwidth)
-    bound = max((("compute", compute / of_peak), ("memory", memory / of_bandwidth), ("network", network)),
-                key=lambda p: p[1])[0]
-    return {"compute": compute, "memory": memory, "network": network, "ideal": max(compute, memory, network),
-            "seconds": max(busy, network), "serial": busy + network, "bound": bound, "flops": flops, "bytes": moved}
+    busy = max(compute / of_peak, memory / of_bandwidth) + launches
+    bound = max((("compute", compute / of_peak), ("memory", memory / of_bandwidth), ("network", network),
+                 ("launches", launches)), key=lambda p: p[1])[0]
+    return {"compute": compute, "memory": memory, "network": network, "launches": launches,
+            "ideal": max(compute, memory, network), "seconds": max(busy, network), "serial": busy + network,
+            "bound": bound, "flops": flops, "bytes": moved}

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxrl.kernels.experts import tuned
 from jaxrl.roles.kept_features import keeps_features
+from jaxrl.rollout.engines import engine_row
 from jaxrl.sharding import ROLLOUT_RULES, TRAIN_RULES, spec_for, targets
 from jaxrl.sharding.mesh import DATA_AXES, row_parts
 from jaxrl.training.layout import make_layout, row_patches, row_shapes
@@ -27,6 +28,9 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "adafactor": 0}
 XLA = ("auto", "blockwise", "reference")  # implementations of attention that compute and read what is masked, too
 TILES = 1.2     # computed over visible pairs, in the kernels' tiles: 1.1 to 1.3 for 16 documents in 16k
+# Kernels of a decoding step: outside of layers, of a layer with attention and one MLP, and how many more if it has
+# experts, or a recurrence in place of attention.
+LAUNCHES = {"step": 33, "layer": 13, "experts": 22, "recurrence": 11}
 LAID_OUT = 32  # groups whose layout is computed; more are in proportion
 
 
@@ -42,11 +46,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One pass of a phase on one device: floating-point operations, bytes of its memory, times per step."""
+    """One pass of a phase on one device: floating-point operations, bytes of its memory, times per step, launches of
+    kernels where they count (a decoding step on a GPU)."""
 
     flops: float
     bytes: float
     times: float = 1
+    launches: float = 0
 
 
 def state_bytes(cfg, mesh: dict, width: int) -> float:
@@ -245,6 +251,14 @@ def publish_work(config, model, mesh: dict, size: int) -> Work:
                 + 2 * weight_bytes(model, mesh, ROLLOUT_RULES, size))
 
 
+def decode_launches(cfg) -> int:
+    """Returns the kernels of a decoding step of the embedded sampler on a GPU, of a ModelConfig without adapters.
+
+    Counted in programs compiled for an H200 (`python evidence/gpu_programs.py --budget`, jax 0.11.2)."""
+    return (LAUNCHES["step"] + LAUNCHES["layer"] * cfg.num_layers + LAUNCHES["experts"] * cfg.num_expert_layers
+            + LAUNCHES["recurrence"] * cfg.num_recurrent)
+
+
 def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tuple[Work, Work]:
     """Returns (one decode step, one prefill call) of the embedded sampler on one device of one process.
 
@@ -270,7 +284,7 @@ def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tu
     table = cfg.vocab_size * cfg.hidden_size * size / mesh["tp"] if not cfg.tied else 0
     decode = Work(slots * model.flops_per_token(round(looked_at)) / mesh["tp"],
                   weights - table + slots * (looked_at * kv + 2 * state_bytes(cfg, mesh, size)),
-                  waves * answer)
+                  waves * answer, decode_launches(cfg) if engine_row(config).on_mesh else 0)
     rows_here = shapes.prefill_rows / shards
     body, _ = split_flops(model, shapes.prompt_lengths[-1])
     whole = weight_bytes(model, mesh, ROLLOUT_RULES, size)

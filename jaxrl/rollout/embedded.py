@@ -81,8 +81,7 @@ def make_engine(*fields):
 
 
 class EmbeddedEngine(Engine):
-    """The embedded sampler; see protocol.Engine. It works inside `poll`, at least one chunk per call if there is
-    work."""
+    """The embedded sampler; see protocol.Engine. It works inside `poll`, at least one chunk per call."""
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
@@ -173,6 +172,9 @@ class EmbeddedEngine(Engine):
         self._params = None  # the old copy goes before the new one comes
         if self._cache is None:
             self._cache, self._stash = self._programs.new_caches()
+        if self._programs.ahead and not self._published:
+            self._params = self._programs.published_shapes(params)
+            self._programs.prepare_first(self._calls(0))
         self._params = self._programs.publish(params)
         self._version = int(version)
         self._published += 1
@@ -480,11 +482,9 @@ class EmbeddedEngine(Engine):
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _calls(self, least: int):
-        """Yields the arguments of `Programs.run` for each program not compiled yet, for `Programs.prepare`: once a new
-        program was compiled, others of its kind may be needed soon.
-
-        Of kinds with at least `least` compiled programs, and extend if requests are kept. Allocates nothing if all
-        are."""
+        """Yields the arguments of `Programs.run` for each program not compiled yet, for `Programs.prepare`: of kinds
+        with at least `least` compiled programs (once a new one was compiled, others of its kind may be needed soon),
+        and extend if requests are kept. Allocates nothing if all are."""
         shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.kernels.attention import share, shares_prompts
+from jaxrl.kernels.attention import least_shared, share, shares_prompts
 from jaxrl.models import recurrent, unstacked
 from jaxrl.models.adapters import quantized
 from jaxrl.models.feed_forward import by_token
@@ -133,6 +133,13 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
     return cache, out
 
 
+def compiles_ahead(platform: str, processes: int) -> bool:
+    """Returns whether the first rollout's programs are compiled in threads. On CPUs the compiler has no core to spare;
+    processes of a job share what a GPU's compiler finds, and so compile in one order (rl.precompile.may_precompile).
+    """
+    return platform != "cpu" and processes == 1
+
+
 def cache_shardings(model, mesh, cache):
     """Returns the shardings of a tree of Model.init_cache: slots over the data axes, heads over tp."""
     tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
@@ -158,16 +165,28 @@ class Programs:
         self.model = model = unstacked.for_decoding(model, mesh)
         self.shapes, self.mesh, self.dtype, self.joint = shapes, mesh, dtype, joint
         self.compiled: dict[tuple, Any] = {}
-        self._publish_layouts: dict[tuple, list] = {}  # [(mesh, layout) of the copy, of the engines]
+        self._publish_layouts: dict[tuple, tuple] = {}  # of `_layouts_of`
         self.compiler = compilations.BackgroundCompiler()
+        self.ahead = mesh is joint and compiles_ahead(mesh.devices.flat[0].platform, jax.process_count())
         self.by_slot = self._named(DATA_AXES)
         self.by_step = self._named(None, DATA_AXES)
         self.whole = self._named()
         self.data_shards = data_shards(mesh)
-        self.shares = shares_prompts(model.attention, mesh)  # whether decoding has a use for what slots share
+        self.shares = self._shares_prompts()  # whether decoding has a use for what slots share
 
     def _named(self, *spec):
         return NamedSharding(self.mesh, P(*spec))
+
+    def _shares_prompts(self) -> bool:
+        """Returns whether decoding reads prompts of several slots once: a kernel does, of those that are long enough.
+        """
+        if not shares_prompts(self.model.attention, self.mesh):
+            return False
+        shapes = self.shapes
+        cache = jax.eval_shape(lambda: self.model.init_cache(shapes.slots, shapes.cache_lengths[-1], self.dtype))
+        keys, groups = recurrent.positional(cache), self.model.config.cache_heads
+        least = least_shared(keys.shape[-3:], keys.dtype, groups, self.model.attention, self.mesh)
+        return shapes.prompt_lengths[-1] - 1 >= least  # each slot writes the last token itself
 
     @functools.cached_property
     def of_cache(self):
@@ -217,22 +236,41 @@ class Programs:
         """Returns a copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp
         shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
         """
-        def cast(params):
-            cast = quantized.cast(memory.fetched(params), self.dtype)
-            return unstacked.laid_out(self.published, self.model, cast)
+        key, ((mesh, there), (joint, layout)), _ = self._layouts_of(params)
+        copy = self.run(key, self.cast, (params,), out_shardings=there, mesh=mesh)
+        copy = copy if mesh is joint else memory.moved(copy, layout)
+        return copy if self.mesh is self.joint else as_local_arrays(copy, self.mesh)
 
+    def cast(self, params):
+        """Returns weights in the rollout dtype and layout, on the devices that have them. Pure."""
+        cast = quantized.cast(memory.fetched(params), self.dtype)
+        return unstacked.laid_out(self.published, self.model, cast)
+
+    def _layouts_of(self, params) -> tuple:
+        """Returns (key of the publishing program, [(mesh, layout) of the copy, of the engines], shapes)."""
         leaves = jax.tree.leaves(params)
         key = ("publish", *((a.shape, a.dtype, getattr(a, "sharding", None)) for a in leaves))
         if key not in self._publish_layouts:
             theirs = getattr(getattr(leaves[0], "sharding", None), "mesh", self.joint)
             same = set(theirs.devices.flat) == set(self.joint.devices.flat)
-            axes, shapes = self.model.logical_axes(), jax.eval_shape(cast, params)
+            axes, shapes = self.model.logical_axes(), jax.eval_shape(self.cast, params)
             self._publish_layouts[key] = [(mesh, param_shardings(mesh, axes, shapes, ROLLOUT_RULES))
-                                          for mesh in (self.joint if same else theirs, self.joint)]
-        (mesh, there), (joint, layout) = self._publish_layouts[key]
-        copy = self.run(key, cast, (params,), out_shardings=there, mesh=mesh)
-        copy = copy if mesh is joint else memory.moved(copy, layout)
-        return copy if self.mesh is self.joint else as_local_arrays(copy, self.mesh)
+                                          for mesh in (self.joint if same else theirs, self.joint)], shapes
+        return key, *self._publish_layouts[key]
+
+    def published_shapes(self, params):
+        """Returns what `publish` returns for these weights, as shapes with shardings; compiles and runs nothing."""
+        _, (_, (_, layout)), shapes = self._layouts_of(params)
+        return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), shapes, layout)
+
+    def prepare_first(self, calls) -> None:
+        """Compiles those of `calls` that the first rollout is sure to need, if it fills the slots, in threads, while
+        the weights are published: decoding, which takes longest, and the prefill if there is one prompt length.
+        """
+        wanted: set[tuple] = {("decode", self.shapes.slots, self.shapes.lengths_of[self.shapes.slots][0])}
+        if len(self.shapes.prompt_lengths) == 1:
+            wanted.add(("prefill", self.shapes.prompt_lengths[0]))
+        self.prepare(sorted((call for call in calls if call[0] in wanted), key=lambda call: call[0][0]))
 
     def prefill(self, *args):
         """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts

@@ -13,7 +13,7 @@ from helpers.tiers import first_cases, nightly
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.kernels.attention import cached, gpu_chip, share, shares_prompts
+from jaxrl.kernels.attention import cached, gpu_chip, least_shared, share, shares_prompts
 from jaxrl.kernels.attention.cached.shared import WIDTH
 
 os.environ.setdefault("PJRT_NPROC", "8")  # for the interpreter of Mosaic GPU
@@ -28,7 +28,9 @@ def test_tiles_hold_slots_of_one_prompt():
     tiles = [[slot for slot in row if slot >= 0] for row in made.tiles.tolist()]
     assert tiles == [[3], [1, 6], [0, 2, 4, 5, 7, 8, 10, 11], [12, 13]] + [[]] * 10
     assert made.length.tolist() == [99, 98, 97, 97] + [0] * 10
-    assert made.tiles.shape == (14, WIDTH) and made.tiles.dtype == made.length.dtype == np.int32
+    assert made.tiles.shape == (14, WIDTH) and all(x.dtype == np.int32 for x in made)
+    assert made.row.tolist() == [2, 1, 2, 0, 2, 2, 1, 2, 2, -1, 2, 2, 3, 3]
+    assert made.place.tolist() == [0, 0, 1, 0, 2, 3, 1, 4, 5, 0, 6, 7, 0, 1]
 
 
 def test_tiles_stay_on_their_device():
@@ -36,11 +38,23 @@ def test_tiles_stay_on_their_device():
     assert [[slot for slot in row if slot >= 0] for row in made.tiles.tolist()] == [[3], [0, 1], [], [], [0, 2, 3], [1],
                                                                                     [], []]
     assert made.length.tolist() == [7, 5, 0, 0, 7, 5, 0, 0]
+    assert made.row.tolist() == [1, 1, -1, 0, 0, 1, 0, 0] and made.place.tolist() == [0, 1, 0, 0, 0, 0, 1, 2]
 
 
 def test_who_shares():
     assert shares_prompts("tpu") and shares_prompts("gpu") and not any(map(shares_prompts,
                                                                            ("auto", "reference", "blockwise")))
+
+
+@pytest.mark.parametrize("name, size, least", [("gpu", 64, 128), ("gpu", 128, 64), ("gpu", 256, 1025), ("tpu", 128, 512)])
+def test_from_which_prompt_on_slots_share(name, size, least):
+    """A block of the kernel; heads of 256, which Hopper's kernel does not share, ask for more than the cache has."""
+    assert least_shared((9, 1024, 2 * size), jnp.bfloat16, 2, name) == least
+    if name == "gpu" and size < 256:
+        positions, shape = np.full((9, 1), 1000, np.int32), (1, 9, 1024, 2 * size)
+        for length, read in ((least - 1, 0), (least, 1)):
+            work = cached.gpu.work_of(positions, shape, jnp.bfloat16, window=0, shared=share(["p"] * 9, [length] * 9), heads=4, size=size)
+            assert int(work.blocks.max()) == read
 
 
 # -- the TPU kernel
@@ -135,6 +149,19 @@ def test_gpu_kernel(number, part, monkeypatch):
     monkeypatch.setattr(cached.tuned, "PART", part)
     case = dataclasses.replace(SHARED_CASES[number], dtype="bfloat16")
     check_shared("gpu", case, interpret=strict())
+
+
+@pytest.mark.mosaic
+def test_short_prompts_are_decoded_the_same_without_tiles():
+    """So the engine leaves tiles out where no prompt has a block."""
+    from test_attention_gpu import strict
+
+    case = dataclasses.replace(SHARED_CASES[0], prompts=((40, 3), (63, 2)), length=144, heads=6, groups=1, size=128, dtype="bfloat16")
+    (q, k, v), positions, names, lengths = shared_inputs(case)
+    run = jax.jit(lambda tiles: cached.gpu.attention(q, k, v, positions, 1, shared=tiles, interpret=strict(), **case.options))
+    busy = positions[:, 0] < case.length
+    got, want = (np.asarray(run(tiles))[busy] for tiles in (share(names, lengths), None))
+    assert got.tobytes() == want.tobytes() and np.abs(want.astype(np.float32)).max() > 0.1
 
 
 @pytest.mark.mosaic

@@ -28,6 +28,7 @@ from jaxrl import models
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
 from jaxrl.rollout import EngineContext, Key, Request, SamplingParams, generate, make_engine
+from jaxrl.rollout.programs import compiles_ahead, programs
 from jaxrl.rollout.shapes import ALL, PLAIN, from_config, work_of
 from jaxrl.telemetry.compilations import Compilations
 
@@ -230,6 +231,36 @@ def test_once_requests_differ_every_program_is_there_before_it_is_needed():
     assert all(coming.result() for coming in other._programs.compiler.coming.values())
     assert set(other._programs.compiler.coming) >= {("decode", 32, 32), ("decode", 32, 44), ("decode", 4, 44)} - set(other._programs.compiled)
     other.close()
+
+
+def test_the_first_programs_are_compiled_while_the_weights_are_published(fixed, monkeypatch):
+    """As on accelerators of one process: decoding, and the prefill of the one prompt length."""
+    assert not fixed._programs.ahead and compiles_ahead("gpu", 1) and not compiles_ahead("gpu", 2) and not compiles_ahead("cpu", 1)
+    made = engine(publish=False, compaction=False, cache_lengths=(48,), prompt_lengths=(20,))
+    monkeypatch.setattr(made._programs, "ahead", True)
+    begun: list = []
+    monkeypatch.setattr(made._programs.compiler, "begin", lambda key, *_: begun.append(key))
+    made.publish(params(), 0)
+    assert begun == [("decode", 16, 48), ("prefill", 20)] and not {"decode", "prefill"} & {kind for kind, *_ in made._programs.compiled}
+    made.close()
+
+
+@pytest.mark.full
+def test_samples_do_not_depend_on_who_compiles(monkeypatch):
+    found, count = [], Compilations()
+    for ahead in (True, False):
+        programs.cache_clear()
+        made = engine(publish=False, compaction=False, cache_lengths=(48,), prompt_lengths=(20,))
+        monkeypatch.setattr(made._programs, "ahead", ahead)
+        made.publish(params(), 0)
+        for coming in made._programs.compiler.coming.values():
+            coming.result()
+        count.take()
+        found.append(generate(made, requests(16, prompts=4), TIMEOUT))
+        assert count.take().waited == (1 if ahead else 3)  # insert alone, or prefill and decode, too
+        made.close()
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b)
 
 
 @pytest.mark.full

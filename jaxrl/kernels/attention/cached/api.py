@@ -12,6 +12,7 @@ from jaxrl.kernels.platform import platform
 
 IMPLEMENTATIONS = {"tpu": tpu.attention, "gpu": gpu.attention, "xla": xla.attention, "reference": reference.attention}
 WORK = {"tpu": tpu.work_of, "gpu": gpu.work_of}  # see cached_work_of; these read shared prompts once
+LEAST = {"tpu": tpu.least_shared, "gpu": gpu.least_shared}
 ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 
@@ -68,6 +69,15 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
 def shares_prompts(implementation: str, mesh=None) -> bool:
     """Returns whether cached_attention would read `shared` on the platform of `mesh` (None = the one in force)."""
     return order(implementation, mesh)[0] in WORK
+
+
+def least_shared(shape_BxCxGK, dtype, groups: int, implementation: str, mesh=None) -> int:
+    """Returns the positions of a prompt from which on cached_attention reads it once for several slots. Where prompts
+    are shorter, tiles would cost their part of every layer's result and save nothing.
+
+    shape_BxCxGK, dtype: of a layer's keys. groups: its key-value heads. implementation, mesh: of `shares_prompts`,
+    which is true."""
+    return LEAST[order(implementation, mesh)[0]](shape_BxCxGK, dtype, groups)
 
 
 def order(implementation: str, mesh=None) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxrl.kernels.attention import gpu_chip
 from jaxrl.kernels.attention import sinks as at_sinks
 from jaxrl.kernels.attention.cached import tuned
-from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
+from jaxrl.kernels.attention.cached.shared import WIDTH
 from jaxrl.kernels.attention.gpu_chip import HIDDEN, ROWS, Op, check_chip, interpreted, sizes_of
 
 ALIGNED = 8   # cache lengths are whole numbers of this
@@ -52,7 +52,7 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
     if shared is None or window or size > WIDEST or rows > ROWS:
         return None
     keys = sizes_of(tuned.GPU, size).block
-    row, place = of_slots(shared, slots)
+    row, place = shared.row, shared.place
     busy = (positions_Bx1[:, 0] < length) & (row >= 0)
     before = jnp.where(busy, shared.length[row] // keys, 0)
     fit = min(WIDTH, ROWS // rows)
@@ -61,6 +61,14 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
     count = jnp.max(jnp.where(blocks > 0, jnp.arange(1, len(blocks) + 1), 0), keepdims=True)
     return Work(tiles, jnp.repeat(jnp.maximum(shared.tiles[:, 0], 0), WIDTH // fit), *(
         x.astype(jnp.int32) for x in (blocks, count, before, place % fit)))
+
+
+def least_shared(shape_BxCxGK, dtype, groups: int) -> int:
+    """Returns the fewest positions of a prompt that a tile reads: a block; more than there are for heads above WIDEST.
+    """
+    del dtype
+    size = shape_BxCxGK[2] // groups
+    return sizes_of(tuned.GPU, size).block if size <= WIDEST else shape_BxCxGK[1] + 1
 
 
 def padded(rows: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 # Slots of a tile, W. On Hopper the query heads of a group, padded to 8, times 8 slots fill the 64 rows of a product
@@ -28,6 +27,8 @@ class Shared(NamedTuple):
 
     tiles: Any   # [S, W] int32: slots of one prompt, those that there are first; -1 = none. No slot is in two tiles
     length: Any  # [S] int32: positions, from 0, at which all slots of the tile have the same keys and values
+    row: Any     # [S] int32: the tile of each slot, -1 = none
+    place: Any   # [S] int32: its place in that tile
 
 
 def share(prompts, lengths, shards: int = 1) -> Shared:
@@ -37,10 +38,11 @@ def share(prompts, lengths, shards: int = 1) -> Shared:
       prompts: per slot what identifies its prompt's keys and values (hashable), None where it is idle.
       lengths: per slot the positions that it shares with the slots of the same prompt.
       shards: parts of equal size that the slots are split into over devices. Tiles stay inside a part, lie in its rows,
-        and count its slots from 0.
+        and count its slots from 0, as slots count its rows.
     """
     count = len(prompts)
-    out = Shared(np.full((count, WIDTH), -1, np.int32), np.zeros(count, np.int32))
+    out = Shared(np.full((count, WIDTH), -1, np.int32), np.zeros(count, np.int32), np.full(count, -1, np.int32),
+                 np.zeros(count, np.int32))
     part = count // shards
     for start in range(0, count, part):
         groups: dict = {}
@@ -52,13 +54,5 @@ def share(prompts, lengths, shards: int = 1) -> Shared:
         for row, slots in enumerate(tiles, start):
             out.tiles[row, :len(slots)] = np.array(slots) - start
             out.length[row] = lengths[slots[0]]
+            out.row[slots], out.place[slots] = row - start, np.arange(len(slots))
     return out
-
-
-def of_slots(shared: Shared, slots: int):
-    """Returns (row of `tiles`, place in that tile) of each slot, both int32 [B]; row -1 = in none."""
-    found = shared.tiles[..., None] == jnp.arange(slots, dtype=jnp.int32)[None, None]
-    row, place = (jnp.arange(n, dtype=jnp.int32) for n in shared.tiles.shape)
-    inside = found.any(axis=(0, 1))
-    return (jnp.where(inside, jnp.sum(found * row[:, None, None], axis=(0, 1)), -1).astype(jnp.int32),
-            jnp.sum(found * place[None, :, None], axis=(0, 1)).astype(jnp.int32))

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.attention.cached import tuned
-from jaxrl.kernels.attention.cached.shared import WIDTH, of_slots
+from jaxrl.kernels.attention.cached.shared import WIDTH
 from jaxrl.kernels.attention.cached.xla import by_group, own_group
 from jaxrl.kernels.attention.tpu_parts import LOG2E, LOWEST, VMEM, WORDS, dot, masked_scores
 from jaxrl.kernels.platform import platform
@@ -102,6 +102,12 @@ def check(shape_NxBxCxGK, dtype) -> None:
                                   f"{WORDS} entries, not {entries}")
 
 
+def least_shared(shape_BxCxGK, dtype, groups: int) -> int:
+    """Returns the fewest positions of a prompt that a tile reads: a block."""
+    del groups
+    return _block((1, *shape_BxCxGK), dtype)
+
+
 def _block(shape_NxBxCxGK, dtype) -> int:
     """Returns positions of one step."""
     return tuned.cache_block(shape_NxBxCxGK[2], shape_NxBxCxGK[3], jnp.dtype(dtype).itemsize)
@@ -117,7 +123,7 @@ def _width(shape_NxBxCxGK, block, shared) -> int:
 def _places(shared, position_B, busy_B, block):
     """Returns [3, B], see Work.places: slots tile by tile, then those in none, each a tile of its own."""
     slots = len(position_B)
-    row, place = of_slots(shared, slots)
+    row, place = shared.row, shared.place
     counts = jnp.sum(shared.tiles >= 0, axis=1)
     tile = jnp.arange(len(counts))
     before = jnp.sum(jnp.where(tile[None] < row[:, None], counts, 0), axis=1)  # slots in the tiles before
