@@ -54,7 +54,8 @@ def evaluate(run_dir: Path) -> dict[str, float]:
     """Returns the accuracy on the set `test`. Of `spot` also that on shapes which lie elsewhere in the mirrored picture ("off the
     diagonal"), how often a first click hits these, and how often it would in the mirrored picture.
     """
-    job = load_config(str(run_dir / "config.json"), {"run.dir": str(run_dir), "run.mode": "eval", "eval.controls": (), "log.console": "off"})
+    job = load_config(str(run_dir / "config.json"), {
+        "run.dir": str(run_dir), "run.mode": "eval", "run.warm_start": "", "eval.controls": (), "log.console": "off"})
     out = {"accuracy": jaxrl.train(job)["eval"]["accuracy"]}
     newest = max((run_dir / "eval").glob("*_test*.jsonl"), key=lambda path: path.stat().st_mtime)
     done = sorted(map(json.loads, newest.read_text("utf-8").splitlines()), key=lambda row: row["group"])
