@@ -5,7 +5,8 @@ Hardware:  any; two CPU cores. repair needs bubblewrap (docs/guides/sandbox.md).
 Expected:  held-out accuracy, greedy, after the warm start and after 40 steps (seeds 0, 1, 2): calc 25 -> 100 % each, guess 34 -> 97,
            88, 94 %, library 36, 42, 36 -> 100 %; with the warm start 91 to 118, 53 and 166 to 172 seconds each on two cores.
            calc through real vLLM: 25 -> 100 % (seed 0).
-           lake 11 -> 17 % (seed 0), for which 40 steps are too few. lake_pixels: not measured.
+           lake 11 -> 17 % (seed 0), for which 40 steps are too few. lake_pixels 27 -> 43 %,
+           4 % on grey pictures (seed 0, docs/guides/vision.md).
            spot 60 -> 65 %, on grey pictures 21 -> 10 % (seed 0, see docs/guides/vision.md), for which 40 steps are few.
            repair, which takes 100 steps: 2, 15, 5 -> 90, 58, 78 % of 40 held-out functions, 141 to 164 seconds. Of the 64 functions
            it learns from it repairs 94, 88, 95 % in the last ten steps.
