@@ -19,6 +19,7 @@ from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.faults import GracefulStop
+from jaxrl.run.heap import keep_freed_memory
 
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
                 errno.ESTALE)
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
         if program != "train" and overrides.setdefault("run.mode", program) != program:
             raise ConfigError(f"--config.run.mode={overrides['run.mode']}: jaxrl {program} sets run.mode={program}; "
                               "leave it out, or use jaxrl train")
+        keep_freed_memory()
         with GracefulStop(starting=True):
             config = load_config(spec, overrides)
             from jaxrl.api import train  # imports jax: only after the config could be read

@@ -55,6 +55,7 @@ from jaxrl.run.data import (
     with_tower,
 )
 from jaxrl.run.environments import episode_engine, open_episode_pool
+from jaxrl.run.heap import keep_freed_memory
 from jaxrl.run.judge_server import JudgeServers
 from jaxrl.run.model_checks import check_classifier, check_layers, check_tower
 from jaxrl.run.session import Session
@@ -139,7 +140,8 @@ class Job:
 
 
 def start_jax(config) -> None:
-    """Applies process-wide jax settings (determinism, GPU memory, compile cache), before the first device use."""
+    """Applies process-wide settings (determinism, memory, compile cache), before the first device use."""
+    keep_freed_memory()
     if config.run.deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     share_gpus(shared_gpus(config), memory_fraction(config), os.environ)

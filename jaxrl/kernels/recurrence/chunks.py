@@ -85,12 +85,14 @@ def workspace(implementation: str, rule: Rule, length: int, width: int, backward
     chunks = {"gpu": WINDOW, "tpu": STRETCH}.get(implementation) or stretch(length, rule.key, rule.value)
     stretches = -(-room(length) // chunks)
     of_keys = 4 if rule.delta and implementation != "gpu" else width  # queries and keys of unit length are fp32
-    token = 2 * rule.keys * rule.key * of_keys + 2 * rule.values * rule.value * width  # with the outputs
-    token += 4 * rule.values * (4 if implementation == "tpu" else 2)
+    outputs = rule.values * rule.value * width
+    inputs = 2 * rule.keys * rule.key * of_keys + outputs + 4 * rule.values * (4 if implementation == "tpu" else 2)
+    in_place = implementation not in ("gpu", "tpu")  # gradients take the place of the inputs
+    token = (1 + backward) * (inputs + outputs) - in_place * backward * inputs
     each = rule.values * _numbers(size, rule.key, rule.value)
     computed = HELD.get(implementation, HELD["xla"])[backward] * each * chunks * 4
     pairs = 8 * rule.values * rule.key * rule.value * (stretches + 2 if backward else 1)
-    return (1 + backward) * token * stretches * chunks * size + computed + pairs
+    return token * stretches * chunks * size + computed + pairs
 
 
 class Chunks(NamedTuple):

@@ -69,15 +69,15 @@ def _backward(delta, found, cotangents):
     given, arrays, rest, used, kept = found
 
     def one(j, carry):
-        pair, of_given, of_arrays = carry
+        pair, of_given, arrays = carry  # a stretch's gradients take the place of its arrays
         i = used - 1 - j
         own, others = _at(i, arrays, rest)
         step = lambda pair, given, own: _STRETCHES[delta](pair, given, own, others)  # noqa: E731
         _, pull = jax.vjp(step, _at(i, kept), given, own)
         pair, more, of_own = pull((pair, _at(i, cotangents[0])))
-        return pair, of_given + more, jax.tree.map(lambda all_, x: _put(all_, x, i), of_arrays, of_own)
+        return pair, of_given + more, jax.tree.map(lambda all_, x: _put(all_, x, i), arrays, of_own)
 
-    start = (cotangents[1], jnp.zeros_like(given)), jnp.zeros_like(given), jax.tree.map(jnp.zeros_like, arrays)
+    start = (cotangents[1], jnp.zeros_like(given)), jnp.zeros_like(given), arrays  # which are 0 where no token is
     pair, of_given, of_arrays = jax.lax.fori_loop(0, used, one, start)
     return of_given + pair[0], of_arrays, None, None
 
