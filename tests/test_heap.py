@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxrl.run import heap
 
@@ -28,6 +29,7 @@ def faults_of_calls() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.full
 def test_temporaries_of_a_call_stay_for_the_next_unless_the_environment_says_otherwise():
     counts = {}
     for name, more in (("kept", {}), ("set by the user", {"MALLOC_TRIM_THRESHOLD_": "131072"})):
