@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tiny_job
-from helpers.run_tools import fingerprint, run
+from helpers.run_tools import fingerprint, ledger, run
 
 import jaxrl
 from jaxrl.config import load_config
@@ -29,6 +29,25 @@ def test_killed_and_resumed_is_bitwise_an_unbroken_run(tmp_path, kind):
     status, text = run(tmp_path / "killed", *SHORT, config=job)
     assert status == 0 and "resumed" in text, text
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "unbroken")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_killed_and_resumed_with_vllm(tmp_path):
+    """A new server gets the weights anew: every sample is used once, and its log-probs are the trainer's in every step."""
+    served = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24}  # which vLLM serves on CPUs
+    options = ("train.steps=3", "eval.every_steps=0", "eval.max_rows=2", f"model.config={tiny_job.HYBRID | served}", "rollout.engine=vllm",
+               "rollout.slots=0", "rollout.prompt_lengths=()", "rollout.compaction=True", "rollout.vllm.setup_seconds=600.0",
+               "rollout.verify_weights=always")
+    job = "tests/helpers/tiny_job.py:hybrid"
+    status, text = run(tmp_path / "killed", *options, "faults.plan='update.kill9@step=3',", config=job, timeout=900)
+    assert status == -signal.SIGKILL, text
+    status, text = run(tmp_path / "killed", *options, config=job, timeout=900)
+    assert status == 0 and "resumed" in text, text
+    steps = [row for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines() if "loss" in (row := json.loads(line))]
+    assert [row["step"] for row in steps] == [1, 2, 3] and all(row["optim/grad_norm"] > 0 for row in steps)
+    assert all(row["gap/max"] < 1e-4 and row["publish/probe"] < 1e-5 for row in steps)
+    assert [len(rows) for rows in ledger(tmp_path / "killed", 0)] == [32] * 3
 
 
 @pytest.mark.slow
