@@ -51,7 +51,10 @@ def with_tail(logp_K, used_K):
 def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, tail: bool = True):
     """Computes the divergence [...] in nats from log-probs [..., K] of student and teacher at the same tokens.
 
+    Nothing is averaged; the result has the dtype of the log-probs.
+
     Args:
+      logp_K, logq_K: log-probs in nats of student and teacher.
       used_K: bool; where False a place holds no token (its log-probs are finite and mean nothing). At least one is True
         wherever the result counts.
       kind: forward, reverse or jsd; beta: of jsd, in (0, 1).
@@ -75,11 +78,16 @@ def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, t
 
 
 def sampled_advantages(logp_T, logq_T, mask_T, spans, *, coef: float, gamma: float) -> np.ndarray:
-    """Returns advantages [T] float64: A_t = r_t + gamma A_next, r = -coef (log p(y) - log q(y)); 0 where not scored.
+    """Returns advantages [T] float64: A_t = r_t + gamma A_next, r = -coef (log p(y) - log q(y)); 0 outside mask_T.
+
+    Next is the trajectory's next loss token. Nothing is divided: no baseline, no normalisation by group. With coef 1
+    and gamma 1 this is R_t of MiniLLM (arXiv 2306.08543, sec. 2.2), the return of reverse KL's policy gradient.
 
     Args:
-      logp_T, logq_T: log-probs of the drawn tokens under the policy that is updated and under the teacher.
-      mask_T, spans: as of token_returns. coef: the factor; no baseline, no normalisation by group.
+      logp_T, logq_T: [T] log-probs in nats of the drawn tokens under the policy that is updated and under the teacher.
+      mask_T: [T] bool, the loss tokens; the others' log-probs are not read.
+      spans: [N+1] int; trajectory i owns tokens spans[i]:spans[i+1].
+      coef: factor on the rewards.
       gamma: discount; 0 = each token gets its own term only, above 0 also the discounted terms of later tokens.
     """
     rewards = -coef * (np.asarray(logp_T, np.float64) - np.asarray(logq_T, np.float64))

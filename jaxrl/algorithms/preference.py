@@ -289,11 +289,11 @@ def cpo(batch: PreferenceBatch):
 
 
 def orpo(batch: PreferenceBatch):
-    """Computes ORPO (arXiv 2403.07691, eq. 6): nll + beta sp(o_w - o_c), o = m - log(1 - e^m), m = s / |y|. No
-    reference.
+    """Computes ORPO (arXiv 2403.07691, eq. 6): nll + beta softplus(o_w - o_c), o = m - log(1 - e^m), m = s / |y|.
 
-    m is at most MAX_MEAN_LOGP, without gradient there. Returns (nll over good tokens + mean over pairs, its
-    derivative by s [N])."""
+    No reference; m is at most MAX_MEAN_LOGP, without gradient there. Returns (`nll`, a mean over the tokens of good
+    completions, plus the mean over pairs; its derivative by s, [N] float64); symbols: PreferenceBatch.
+    """
     beta, m = batch.options.beta, np.minimum(batch.s / batch.lengths, MAX_MEAN_LOGP)
     o_c, o_w = batch.sides(m - np.log(-np.expm1(m)))
     by_sum = np.where(m < MAX_MEAN_LOGP, -1 / np.expm1(m), 0.0) / batch.lengths  # do/ds
@@ -307,7 +307,8 @@ def nll(batch: PreferenceBatch):
     """Computes the negative log-likelihood per token of the good completions: -sum s / sum |y| over all of them, in
     nats.
 
-    Returns (loss, its derivative by s [N]: -1 / their tokens at good completions, else 0)."""
+    Returns (loss, its derivative by s, [N] float64: -1 / their tokens at good completions, else 0); symbols:
+    PreferenceBatch."""
     good = batch.table.good
     tokens = max(batch.lengths[good].sum(), 1.0)
     return float(-batch.s[good].sum() / tokens), np.where(good, -1 / tokens, 0.0)

@@ -16,12 +16,14 @@ STOP, LENGTH = FINISH.index("stop"), FINISH.index("length")
 
 
 class Case(NamedTuple):
-    """A batch and the numbers of its completions. columns: [T] by name, of sampled tokens."""
+    """A batch of N completions with scores and token columns.
+
+    columns: name -> [T] float64 at the sampled tokens, 0 elsewhere."""
 
     traj: Trajectories
-    scores: np.ndarray             # [N]
+    scores: np.ndarray             # [N] float64
     columns: dict[str, np.ndarray]
-    baseline: np.ndarray | None = None  # [N] score of the greedy completion of its prompt
+    baseline: np.ndarray | None = None  # [N] float64: score of the greedy completion of its prompt
 
     def summary(self) -> dict:
         """Returns the JSON-able description of the batch for a counterexample."""
@@ -31,9 +33,13 @@ class Case(NamedTuple):
 
 
 def trajectories(prompts, answers, group, finish, turns: bool = False) -> Trajectories:
-    """Builds Trajectories of one sequence each. prompts, answers: token ids of every completion.
+    """Builds Trajectories of one sequence each; the loss mask covers the completion, log-probs are 0.
 
-    turns: with the columns of episodes: each completion has two turns with one token between them that was not sampled.
+    Args:
+      prompts, answers: N sequences of int token ids: the prompt and the completion of each.
+      group, finish: [N] int: its prompt group, and its index in types.FINISH.
+      turns: each completion of two or more tokens has two turns with one token between them that was not sampled, and
+        the columns `turn`, `reward` and `anchor` of episodes exist.
     """
     tokens, mask, offsets, turn = [], [], [0], []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -61,9 +67,17 @@ def trajectories(prompts, answers, group, finish, turns: bool = False) -> Trajec
 
 
 def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int = 3) -> Case:
-    """Builds groups of completions of given lengths, e.g. [[3, 1], [2, 2]], with random tokens.
+    """Builds a Case of prompt groups whose completions have given lengths, with random tokens, scores and log-probs.
 
-    All scores differ, and columns of log-probs differ a little, so that no ratio is 1.
+    All scores differ, and columns of log-probs (nats) differ a little, so that no ratio is 1. The last completion of
+    every group but the first is truncated (finish LENGTH).
+
+    Args:
+      lengths: tokens of each completion by group, e.g. [[3, 1], [2, 2]].
+      vocab: token ids are drawn from 1 ... vocab - 1.
+      seed: of all random numbers.
+      turns: completions of two or more tokens have two turns, with one token between them that was not sampled.
+      prompt: prompts have 1 to `prompt` tokens; one prompt for each group.
     """
     random = np.random.default_rng(seed)
     prompts, answers, group, finish = [], [], [], []
@@ -85,7 +99,13 @@ def batch(lengths, vocab: int, seed: int = 0, turns: bool = False, prompt: int =
 
 
 def select_completions(case: Case, order) -> tuple[Case, np.ndarray]:
-    """Returns (the completions with the numbers `order`, in that order; the former indices [T'] of their tokens)."""
+    """Selects M completions of a Case, with their scores, columns and baseline.
+
+    Args:
+      order: [M] int indices of completions, in the wanted order.
+
+    Returns:
+      (Case of the M completions, [T'] int64: the index in the given Case of each of their tokens)."""
     traj = case.traj
     where = np.concatenate([np.arange(int(traj.offsets[i]), int(traj.offsets[i + 1])) for i in order])
     order = np.asarray(order)
@@ -98,7 +118,8 @@ def select_completions(case: Case, order) -> tuple[Case, np.ndarray]:
 
 
 def orders(traj: Trajectories) -> dict[str, list[int]]:
-    """Returns orders of the completions that must not change results; groups stay together, as in a run."""
+    """Returns name -> [N] indices: orders of the completions that must not change results. Groups stay together, as
+    in a run."""
     groups = list(dict.fromkeys(traj.group.tolist()))
     members = {g: np.flatnonzero(traj.group == g).tolist() for g in groups}
     return {"groups in reverse": [i for g in reversed(groups) for i in members[g]],

@@ -117,7 +117,9 @@ class Tiny:
     # ---- gradients
 
     def gradients(self, case, tokens: int = 4 * ROW, length: int = ROW, share=None, minibatches=None) -> list:
-        """Computes the gradient of each minibatch at the current state, as flat dicts by parameter.
+        """Computes the gradient of each minibatch at the current state.
+
+        Returns a flat dict for each: parameter name -> array of its shape in host memory, and the loss as "loss".
 
         Args:
           tokens: per microbatch. length: of a row. share: train.share_prompts. minibatches: of the batch; None =
@@ -158,7 +160,10 @@ class Tiny:
 
 
 def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
-    """Returns (largest distance of two lists of gradients as a share of their norm, worst parameter)."""
+    """Returns (largest distance of two lists of gradients, name of the parameter that is furthest away).
+
+    a, b: gradients as of Tiny.gradients, compared in pairs. A distance is the global L2 norm of b - a over that of a,
+    inf where it is not finite; the entry "loss" does not count."""
     worst = (0.0, "")
     for one, other in zip(a, b, strict=True):
         size = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for n, x in one.items() if n != "loss"))
@@ -169,8 +174,14 @@ def far(a: list[dict], b: list[dict]) -> tuple[float, str]:
 
 
 def within(base, other, how: str, case, worst: float) -> float:
-    """Returns the larger of `worst` and the distance of two lists of gradients. Raises Broken if that exceeds
-    ROUNDING."""
+    """Returns the larger of `worst` and the distance of two lists of gradients (`far`: relative to the norm of `base`).
+
+    Args:
+      base, other: gradients as of Tiny.gradients, of the case as it is and of the changed one.
+      how: the change, for the message. case: the cases.Case, for the counterexample.
+      worst: largest distance so far.
+
+    Raises Broken if the distance exceeds ROUNDING."""
     distance, name = far(base, other)
     if distance > ROUNDING:
         raise Broken(f"update of a tiny model {how}: the gradient is {distance:.3g} of its length away",

@@ -193,12 +193,12 @@ class LakePixels(Lake):
     """Environment `lake` whose maps are pictures of 8 x 8 pixels per cell; the map is the state's anchor."""
 
     def reset(self, row, seed):
-        """As Lake.reset; returns the map's picture."""
+        """Puts the player on row["map"]; returns the map's picture. seed: of slips."""
         super().reset(row, seed)
         return drawn(self.grid)
 
     def step(self, action):
-        """As Lake.step, with the map's picture, also at the end."""
+        """Moves the player, perhaps sideways; returns a Step with the map's picture, reward 1 if it is solved."""
         step = super().step(action)
         return Step(drawn(self.grid), step.reward, step.done)
 
@@ -253,12 +253,15 @@ def in_box(shape: list, x: float, y: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def first_failing_test(source: str, expression: str, tests: str) -> int:
-    """Returns the index of the first unit test that a repaired function fails; -1 for none.
+    """Returns the index from 0 of the first unit test that a repaired function fails; -1 if it passes all.
 
     Args:
-      source: of the function. expression: what it shall return. tests: JSON of fn_name, inputs, outputs.
+      source: Python source of the faulty function; everything after its last " return " is replaced.
+      expression: Python expression to return instead. One that does not run fails every test.
+      tests: JSON object with fn_name, inputs and outputs.
 
-    Cached, since members of a prompt group often write the same expression."""
+    Raises SandboxError if the sandbox fails, ValueError if the tests cannot be parsed. Cached, since members of a
+    prompt group often write the same expression."""
     head, _, _ = source.rpartition(" return ")
     passed = grade(f"{head} return {expression}", tests).passed
     return -1 if all(passed) else passed.index(False)

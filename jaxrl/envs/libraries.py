@@ -28,7 +28,12 @@ ACTION_NAMES = {  # names of actions that are plain numbers in gymnasium
 
 
 def make_factory(kind: str, name: str, options: dict):
-    """Returns a function without arguments that creates an environment, after trying it once. Raises LoadError."""
+    """Returns a function without arguments that creates an environment, after trying it once.
+
+    Args:
+      kind: gym or textarena. name: the library's id. options: env.options.
+
+    Raises LoadError if the library is not installed or the environment cannot be created."""
     package, adapter = {"gym": ("gymnasium", Gym), "textarena": ("textarena", Arena)}[kind]
     try:
         __import__(package)
@@ -52,8 +57,15 @@ def make_factory(kind: str, name: str, options: dict):
 class Gym:
     """One gymnasium environment as an environment of jaxrl.
 
-    The observation is its text rendering, if any, and the observation itself; or its picture alone. options: of
-    gymnasium.make, and `prompt`, text in place of the generated instructions."""
+    The observation is its text rendering, if any, and the observation itself; with render_mode=rgb_array its picture
+    alone.
+
+    Args:
+      name: gymnasium's id, such as FrozenLake-v1.
+      options: keyword arguments of gymnasium.make, and `prompt`, text in place of the generated instructions.
+
+    Raises LoadError if its actions are not Discrete, MultiDiscrete, MultiBinary, Box or Text, and gymnasium's errors
+    for an unknown id or option."""
 
     def __init__(self, name: str, options: dict):
         import gymnasium
@@ -156,7 +168,7 @@ def _render_modes(gymnasium, spec) -> list[str]:
 class Arena:
     """One textarena game with one player. The observation is what the game has written since the last turn.
 
-    name: of the game. options: of textarena.make."""
+    name: textarena's id of the game. options: keyword arguments of textarena.make."""
 
     def __init__(self, name: str, options: dict):
         import textarena

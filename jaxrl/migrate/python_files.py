@@ -60,14 +60,19 @@ class Calls(NamedTuple):
 
 
 class Computed(Exception):
-    """An expression is not a literal. by: the part of it that is none."""
+    """Raised for an expression whose value cannot be read without running it. by: source text of the part at fault."""
 
     by = ""
 
 
 class Program(NamedTuple):
-    """What was read of a program. command: that it stands for. computed: keys whose values are not known, with their
-    expressions, and what is asked of each. asked: what is asked beside them."""
+    """The settings read from a Python program.
+
+    Attributes:
+      command: the command of the system that the program replaces.
+      settings: keys with literal values, and their places.
+      computed: (key with its expression, question to the user) for each value that only running the program gives.
+      asked: further questions to the user, about the program as a whole."""
 
     command: str
     settings: list[Setting]

@@ -153,7 +153,12 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
 
 
 def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
-    """Returns the report as plain data. Its commands are for the folder from which `out` is named."""
+    """Returns the report as a JSON-able dict: the outcome, every key of the source with what became of it, and
+    commands.
+
+    Args:
+      name: of the config, without .py. file: the source. out: folder of the config; the commands name it as given.
+      outcome: a word; "refused" = no config is written."""
     target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
     run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}{without(m)}"
     written = m.written()
@@ -243,7 +248,10 @@ HEADINGS = {
 
 
 def summary(data: dict) -> str:
-    """Returns the outcome in a sentence or two: what runs, what you must do, what is lost, what differs."""
+    """Returns the outcome of a migration in one line: whether a config is written, and how many keys are left to the
+    user, are not carried over, are unknown or differ.
+
+    data: of `report`."""
     if data["outcome"] == "refused":
         return "No config is written: without what lacks it would be another job."
     unknown = sum(key["kind"] == "unknown" for key in data["keys"])
@@ -258,7 +266,7 @@ def summary(data: dict) -> str:
 
 
 def markdown(data: dict) -> str:
-    """Returns the report for people."""
+    """Returns the report as a Markdown page. data: of `report`."""
     out = [
         f"# {data['file']}: from {data['system']} {data['version']}",
         "",

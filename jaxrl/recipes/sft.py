@@ -106,7 +106,9 @@ def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Tr
 
 
 def add_adapter_column(config, traj: Trajectories, examples) -> Trajectories:
-    """Adds the column `adapter` (number of each token's adapter) if there are several; returns traj."""
+    """Adds the token column `adapter`, [T] int32, to traj in place if lora.adapters names several; returns traj.
+
+    A token has the number of the adapter that trains on its row's source. examples: one for each trajectory."""
     if config.lora.adapters:
         number = [adapter_table.number_of(config, "sources", example.source) for example in examples]
         traj.columns["adapter"] = traj.spread(np.array(number, np.int32))

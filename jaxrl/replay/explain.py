@@ -74,7 +74,10 @@ def run(config, inputs=None) -> dict:
 
 
 def chosen(config, found) -> list[int] | None:
-    """Returns the MOST most anomalous recorded steps, in order; None if replay.steps names steps."""
+    """Returns the numbers of the MOST most anomalous recorded steps, ascending; None if replay.steps names steps.
+
+    A step ranks by its largest deviation from the median, an earlier one first where they are equal. found: all
+    anomalies of the run (records.anomalies.Anomaly); those of steps that were not recorded do not count."""
     if config.replay.steps:
         return None
     recorded = files.steps(Path(config.run.dir) / files.FOLDER)
@@ -87,7 +90,9 @@ def chosen(config, found) -> list[int] | None:
 
 
 def heading(plan, found) -> str:
-    """Returns the first lines for the console: the recorded steps and the anomalies found."""
+    """Returns the first lines for the console: the recorded steps and the anomalies found.
+
+    plan: the replay.Plan of the steps. found: anomalies of the run (records.anomalies.Anomaly)."""
     lines = [f"explanation of {plan.folder}, recorded {ranges(list(plan.paths))}"]
     lines += [f"  step {a.step}: {a.text}" for a in found]
     return "\n".join(lines) + "\n"

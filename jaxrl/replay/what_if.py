@@ -99,7 +99,10 @@ def logprobs(replay, state, traj, prepared) -> np.ndarray:
 
 
 def likelihood(replay):
-    """Returns gradient(state, traj, layout, weights [T]) -> gradient of sum_t weights_t log p_t, a flat fp32 dict."""
+    """Returns gradient(state, traj, layout, weights) -> gradient of sum_t weights_t log p_t by the trained parameters.
+
+    log p_t is in nats at the training temperature; the sum is over loss tokens and is not divided. weights: [T] float,
+    at least one of them nonzero. The result is a flat dict by name, fp32. Compiled once for a replay."""
     if replay.likelihood is None:  # compiled once
         replay.likelihood = _likelihood(replay.job, replay.roles.policy.optimizer)
     return replay.likelihood

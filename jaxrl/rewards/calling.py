@@ -136,6 +136,8 @@ class Call:
         Args:
           item: the JSON of a RewardItem (items.item_json).
           shared: arguments that all items share: user, format_pattern, code_score.
+
+        Raises TypeError for a required argument that is not available, and whatever the function raises.
         """
         extras = self._extras(item)
         args, kwargs = self.arguments(item["prompt"], item["completion"], item["columns"], extras, shared)
@@ -153,7 +155,11 @@ class Call:
     def call_batch(self, items: list[dict], shared: dict):
         """Calls the function for a batch of JSON items; returns its values, or a coroutine if it is asynchronous.
 
-        A column that some items lack is None for them. shared: as of `call_one`."""
+        Args:
+          items: each the JSON of a RewardItem (items.item_json). A column that some lack is None for them.
+          shared: arguments that all items share: user, format_pattern, code_score.
+
+        Raises TypeError for a required argument that is not available, and whatever the function raises."""
         names = dict.fromkeys(name for item in items for name in item["columns"])
         columns = {n: [item["columns"].get(n) for item in items] for n in names}
         each = [self._extras(item) for item in items]

@@ -94,8 +94,9 @@ class RewardPool:
 
     def key(self) -> str:
         """Returns a digest of everything except the completions that decides scores: the functions' code and the
-        options that reach them. Equal on all hosts where these are equal. Waits for the first worker, which
-        computes the code digest.
+        options that reach them. Equal on all hosts where these are equal.
+
+        Waits for the first worker, which computes the code digest. Raises ConfigError if it cannot start.
         """
         if self.specs:
             self._workers.ready(1)
@@ -103,7 +104,8 @@ class RewardPool:
 
     def keys(self) -> dict[str, str]:
         """Returns function name -> digest of what decides its scores apart from the item: its code (workers.reached)
-        and the options that reach it, not other functions. Waits as `key` does.
+        and the options that reach it, not other functions. Waits for the first worker; raises ConfigError if it cannot
+        start.
         """
         if self.specs:
             self._workers.ready(1)
@@ -115,7 +117,8 @@ class RewardPool:
         return out
 
     def batched(self) -> set[str]:
-        """Returns the names of the functions that score several completions in one call. Waits as `key` does."""
+        """Returns the names of the functions that score several completions in one call. Waits for the first worker,
+        which loads them; raises ConfigError if it cannot start."""
         if self.specs:
             self._workers.ready(1)
         return {name for name, kind in zip(self.names, self._workers.kinds, strict=True) if kind["batched"]}

@@ -57,17 +57,19 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
         dpo      of the best and the worst of a group, the advantages whose gradient is DPO's; the KL (k1) is its
                  log-ratios
 
-    The result is whitened over the tokens of sequences with a score (whiten_mean, whiten_std), then clipped.
+    Sources: gae arXiv 1506.02438, gigpo arXiv 2505.10978, dpo arXiv 2402.04792 (OAIF); those of outcome stand at
+    algorithms.group_advantages, with its divisors. The result is whitened over the loss tokens of sequences with a
+    score (whiten_mean, whiten_std; algorithms.whiten), then clipped.
 
     Args:
       options: the group `algorithm` of a Spec.
       traj: Trajectories with T tokens and N trajectories. The columns `reward`, `turn` and `anchor` are
         rewards, numbers and states of turns. Without them a trajectory is one turn without a state: `turn` is
         then the leave-one-out baseline.
-      scores: [N], NaN = absent.
-      baseline: [N] scores of greedy completions.
-      kl: [T], or None if it is not subtracted from the reward.
-      values: [T] of the critic, for gae.
+      scores: [N] float64, NaN = absent.
+      baseline: [N] float64, scores of greedy completions, NaN = absent; read with advantage_mean=greedy only.
+      kl: [T] float64 in nats, or None if it is not subtracted from the reward.
+      values: [T] float of the critic, for gae.
       rewards, columns, user: passed on to a user's function.
       scale: reward.scale, which is in the scores already but not in the column `reward`.
 
@@ -97,7 +99,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 
     Args:
       sources: data.sources. of_N: [N] source names of the trajectories.
-      options, traj, scores: as of `advantages`. inputs: its keyword arguments of `advantages`.
+      options, traj: the group `algorithm` of a Spec; Trajectories with T tokens.
+      scores: [N] float64, NaN = absent. inputs: the keyword arguments of `advantages`.
 
     Returns:
       Advantages; an estimator's metrics are those of the last source, by name, that has any.
@@ -139,8 +142,8 @@ class EstimatorInputs(NamedTuple):
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
     def scores_less_kl(self):
-        """Returns the scores [N] minus kl.coef times the KL summed over each sequence's loss tokens; the scores
-        without KL."""
+        """Returns [N] float64: each score minus kl.coef times the KL (nats) summed over the sequence's loss tokens. NaN
+        stays NaN; without a KL the scores themselves."""
         if self.kl is None:
             return self.scores
         return self.scores - self.options.kl.coef * self.traj.total(self.kl)

@@ -241,10 +241,22 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_latest(s, job):
-    """Loads the latest checkpoint's weights, or else the model of the config, and hands them to the engine if there is
-    one.
+    """Loads the latest checkpoint's weights, or else the model of the config, and publishes them to the engine if there
+    is one.
 
-    Also opens telemetry, which then writes no metrics. Returns (parameter tree, the path they come from)."""
+    Also sets the session's progress from the checkpoint and opens telemetry, which then writes no metrics.
+
+    Args:
+      s, job: session and job.
+
+    Returns:
+      (nested tree of the language model's parameters on the devices, without a value head; the checkpoint's path,
+      model.path, or "random initialisation").
+
+    Raises:
+      CheckpointError: the checkpoint that run.resume requires is missing or damaged, or its arrays differ in name,
+        shape or dtype.
+      ConfigError: its adapters were trained on another base."""
     c = job.config
     optimizer, _ = parameters.policy_optimizer(job, 1)
     state = parameters.abstract_state(job, optimizer)

@@ -314,14 +314,27 @@ def _merge(model, where):
 
 
 def checkpoint_fields(job, state: dict) -> dict:
-    """Returns the fields of a TrainState that a checkpoint stores: all but the frozen base of adapters."""
+    """Returns the fields of a TrainState that a checkpoint stores: all but the frozen base of adapters.
+
+    state: field name -> value, `frozen` by flat parameter name; without adapters it is returned as it is."""
     if job.model.adapter is None or "frozen" not in state:
         return state
     return {**state, "frozen": {name: x for name, x in state["frozen"].items() if adapters.is_adapter(name)}}
 
 
 def fields_from_checkpoint(job, abstract: TrainState, fields: dict) -> dict:
-    """Completes the fields of a TrainState from a checkpoint's (`checkpoint_fields`); the base is loaded again."""
+    """Completes the fields of a TrainState from those that a checkpoint stores (`checkpoint_fields`).
+
+    With adapters, `frozen` gets the base, loaded again from the model's path, and keeps what only the checkpoint has;
+    `check_base` then tells whether it is the same base. Without adapters the fields are returned as they are.
+
+    Args:
+      abstract: TrainState whose `frozen` has the wanted flat names.
+      fields: field name -> value, `frozen` by flat name.
+
+    Returns:
+      Field name -> value, as `fields`.
+    """
     if job.model.adapter is None:
         return fields
     base = flattened(base_params(job))

@@ -51,7 +51,10 @@ class Reference(Role):
         self.epochs = 0.0
 
     def shown(self, traj):
-        """Returns a batch as the policy reads it, whose tower the reference has unless it has a path of its own."""
+        """Returns a batch (Trajectories) with the features that the policy keeps of its pictures, if it keeps any.
+
+        A batch without pictures is returned unchanged. So is any batch if reference.path is set: that model has its own
+        image tower. Collective."""
         return traj if traj.pictures is None or self.options.path else self.policy.shown(traj)
 
     def abstract(self):

@@ -355,9 +355,12 @@ class Session:
         """Evaluates, logs, saves, exports and calls callbacks as they are due after a step.
 
         Args:
-          metrics: per step, means over the last `steps` steps. They are written before the step's checkpoint.
-          evaluate: as of `before_first_step`. export: folder -> writes the model.
-          records: of the step's completions, for callbacks."""
+          metrics: name -> mean over the last `steps` steps. They are written before the step's checkpoint.
+          evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets.
+          export: folder -> None, writes the model there.
+          records: dicts of the step's completions, for callbacks.
+
+        Raises RunStopped if a callback fails."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -460,7 +463,8 @@ class Session:
     def finish(self, evaluate, export) -> dict:
         """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
 
-        evaluate, export: as of `after_step`. Raises SavesFailed if the last checkpoint cannot be written."""
+        evaluate, export: functions as `after_step` takes them. Raises SavesFailed if the last checkpoint cannot be
+        written."""
         c = self.spec
         stopped = self.stopping() and not self.ended()
         evaluated, best = (self.last_eval or {}).get("step") == self.step, False

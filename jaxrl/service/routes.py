@@ -66,8 +66,13 @@ class Api:
         return b"".join(parts)
 
     def user(self, request: Request) -> str | None:
-        """Returns the user of a request. Raises Refused without a key that is accepted. Without keys of its own the
-        server answers this machine alone, and needs the header still, which no page of a browser can send to it."""
+        """Returns the name of the user whose key the header X-API-Key has; None (owners.ANYONE) if the server has no
+        keys.
+
+        A server without keys accepts any key, but from this machine only (Host 127.0.0.1 or localhost). It still needs
+        the header, which a web page in a browser cannot send to it.
+
+        Raises Refused: 401 for a missing or unknown key, 403 for another host at a server without keys."""
         key = request.headers.get("x-api-key", "")
         if self.keys:
             found = [name for own, name in self.keys.items() if hmac.compare_digest(key.encode(), own.encode())]
@@ -240,7 +245,7 @@ def _checkpoint(about: dict) -> dict:
 
 
 def make_app(operations: Operations, keys: dict[str, str] | None = None) -> Starlette:
-    """Returns the ASGI application. keys: as in Api."""
+    """Returns the ASGI application. keys: accepted key -> user; None or {} = any key, from this machine only."""
     api = Api(operations, keys or {})
     o = operations
     posts = {

@@ -61,7 +61,7 @@ class AdamSettings(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """State of `adam`: moments, and the settings of the next update as arrays."""
+    """State of `adam`: optax's state of Adam (count, mu, nu), and the settings of the next update as scalar arrays."""
 
     moments: Any
     settings: AdamSettings
@@ -98,7 +98,12 @@ class Run:
 
 
 def adam() -> optax.GradientTransformation:
-    """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose settings are arrays in its state."""
+    """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) after clipping by the gradient's global L2 norm.
+
+    The settings are scalar arrays in the state (AdamState.settings, jax's default float): a step uses those that the
+    state holds, so changing them compiles nothing. Gradients are multiplied by min(1, grad_clip_norm / norm), not at
+    grad_clip_norm 0; weight decay is decoupled and reads `params`, which update needs. Updates have the parameters'
+    dtypes."""
 
     def init(params) -> Any:
         kind = jnp.result_type(float)

@@ -140,7 +140,15 @@ class Speed:
         self._peak = chip.flops if chip is not None and chip.kind != "cpu" else 0.0
 
     def rates(self, metrics: dict, phases: dict[str, float]) -> dict[str, float]:
-        """Returns perf/* from the metrics flops/* and the seconds by phase, whose sum is `step`."""
+        """Returns the metrics perf/* of a step: TFLOP/s and tokens/s per device, mfu as a share of the chip's peak.
+
+        perf/tflops, perf/mfu and perf/tokens_per_second divide by the seconds of the step without evaluation,
+        checkpoint and export, perf/<phase>_* by those of the phase. A metric is absent without its operations or
+        seconds, mfu also where the chip's peak is unknown.
+
+        Args:
+          metrics: flops/<phase> (FLOPs over all devices), rollout/tokens and rollout/prompt_tokens.
+          phases: seconds by phase, and `step`, their sum."""
         needed = {phase: metrics.get(f"flops/{phase}", 0.0) / self._devices[phase] for phase in PHASES}
         speeds = {f"perf/{phase}_": flops / phases[phase]
                   for phase, flops in needed.items() if flops and phases.get(phase)}

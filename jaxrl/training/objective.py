@@ -133,7 +133,10 @@ class Objective:
           entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.
 
         Returns:
-          (weighted sum of token losses, [] fp32; {metric: [] contribution, which is summed over microbatches})."""
+          (sum of weight * token loss, [] fp32, with weight 0 outside the loss; {metric: [] contribution, which is
+          summed over microbatches}).
+
+        Raises TypeError here: every subclass that trains has a loss of its own."""
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def stops(self, already, metrics):
@@ -148,7 +151,7 @@ class NextToken(Objective):
     """Minimises -sum_t w_policy * logp: supervised fine-tuning, and with `sequence_weights` any loss of sequences."""
 
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (-sum of the weights "policy" times log-probs, metrics of Outputs.logprobs)."""
+        """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; metrics of Outputs.logprobs)."""
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
 

@@ -131,11 +131,21 @@ def make_reader(model, *, temperature: float, chunk: int, put, top: int = 0, hid
     """Returns read(params, traj, layout, columns={}) -> {name: [T, ...]}: outputs at all loss tokens, 0 elsewhere.
 
         "hidden" (alone, if `hidden`)     [T, D] the states that predict the tokens, in the compute dtype
-        "logprob"                         [T] float32
-        "ids", "logprobs"                 [T, top] the most probable tokens and their log-probs, if `top`
-        "chosen"                          [T, K] log-probs at the ids of columns["at"], if it has that column
+        "logprob"                         [T] float32, nats
+        "ids", "logprobs"                 [T, top] int32 and float32: the most probable tokens and their log-probs
+                                          (nats), the highest first, if `top`
+        "chosen"                          [T, K] float32: log-probs (nats) at the ids of columns["at"], if it is there
 
-    Args: as for make_score.
+    `columns` are token columns: "at" [T, K] int, -1 = unused, with log-prob 0; "support" restricts the distribution.
+    They replace the default, traj.columns["support"] if there is one.
+
+    Args:
+      model: jaxrl.models.Model.
+      temperature: logits are divided by it.
+      chunk: loss tokens whose logits exist at once.
+      put: host PackedBatch -> device PackedBatch.
+      top: number of the most probable tokens, 0 = none.
+      hidden: return the states alone.
     """
 
     def program(params, batch):

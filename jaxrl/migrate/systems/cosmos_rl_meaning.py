@@ -16,12 +16,14 @@ def recipe(m: Migration) -> str:
 
 
 def dense(m: Migration) -> bool:
-    """Whether a divergence is taken over several tokens at each place: losses of sampled tokens have no part in it."""
+    """Whether the job distills with a divergence over the teacher's top_k tokens at each place. It has no loss of
+    sampled tokens then."""
     return recipe(m) == "distill" and m.integer(DISTILL + "top_k") > 0
 
 
 def job(m: Migration):
-    """rl, sft or distill. A table train_policy without a type is GRPO where it has one of TELLS_RL, else SFT."""
+    """Sets run.recipe: rl, sft or distill. A table train_policy without a type is GRPO where it has one of TELLS_RL,
+    else SFT. Raises Unreadable for another type."""
     kind = m.text(P + "type")
     if not m.given(P + "type") and any(k.startswith(P) for k in m.singles):
         kind = "grpo" if any(m.given(P + n) for n in TELLS_RL) else "sft"
@@ -51,7 +53,7 @@ VIDEO = (
 
 
 def video(m: Migration):
-    """The tables of another trainer of the same repository: one is enough to refuse the file."""
+    """Refuses a file with a table of Cosmos-RL's trainer of video models (VIDEO)."""
     found = [s for name in VIDEO for s in m.all(f"{name}.**")]
     if found:
         m.lacks(found[0].key, f"and {len(found) - 1} keys more are of its trainer of video models", refuse=True)
@@ -75,7 +77,7 @@ def lengths(m: Migration):
 
 
 def sizes(m: Migration) -> tuple[int, int]:
-    """(replicas of the policy, data-parallel workers of one)."""
+    """Returns (replicas of the policy, data-parallel workers of one)."""
     par = POLICY + "parallelism."
     shard, replicas = m.integer(par + "dp_shard_size"), m.integer(par + "n_init_replicas")
     each = m.integer(par + "tp_size") * m.integer(par + "cp_size") * m.integer(par + "pp_size")
@@ -160,7 +162,8 @@ def loss(m: Migration):
 
 
 def first(m: Migration) -> bool:
-    """Whether it is the version whose token mean, warm-up and master weights are others."""
+    """Whether the source is Cosmos-RL 0.1. There the token mean is of each completion first, schedules move with every
+    update, and parameters have one dtype, without master weights."""
     return m.version == "0.1"
 
 

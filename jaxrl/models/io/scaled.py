@@ -35,7 +35,9 @@ _PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=-1)  # by byte
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(tensorfile.Stored):
-    """fp8 codes in a file, read with their scales, one for each block of [rows, columns] = `block`."""
+    """An fp8 matrix [N, M] in a file, read dequantized as fp32: each e4m3 code times the scale of its block.
+
+    scale: the file's tensor of scales, fp32 [N / rows, M / columns], rounded up. block: (rows, columns)."""
 
     scale: tensorfile.Stored
     block: tuple[int, int]
@@ -51,7 +53,11 @@ class Scaled(tensorfile.Stored):
 
 @dataclasses.dataclass(frozen=True)
 class Fours(tensorfile.Stored):
-    """mxfp4 codes in a file, read with their scales as fp32 [E, M, N]."""
+    """The mxfp4 matrices of E experts in a file (OCP Microscaling v1.0), read dequantized as fp32 [E, M inputs, N
+    outputs]. A scale, a power of two, is shared by 32 consecutive inputs.
+
+    scale: the file's tensor of scales, uint8 [E, N, M / 32], exponents of two plus 127. The codes lie as the module
+    describes them."""
 
     scale: tensorfile.Stored
 

@@ -82,12 +82,13 @@ class VisionConfig:
 
     @property
     def merged(self) -> int:
-        """Numbers of the patches of one feature."""
+        """Length of the vector that a merger reads for one feature: width times its merge x merge patches."""
         return self.width * self.merge**2
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of a patch in the rows that the tower reads."""
+        """Length of the vector of pixels that the tower reads for one patch: channels x patch x patch, x frames for
+        videos."""
         return self.channels * self.patch**2 * (self.frames if self.video else 1)
 
     @property

@@ -74,7 +74,19 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
-    """Returns (out [B, L, H, K], lse [B, L, H] fp32) over the given part of the keys, as ring.PARTS describes."""
+    """Returns (out [B, L, H, K] in v's dtype, lse [B, L, H] fp32) of attention to one part of a row's keys.
+
+    lse is the natural logarithm of the softmax's sum over that part, -inf where a query sees no key of it.
+
+    Args:
+      q, k, v: of one dtype.
+      ids: Ids, int32 positions and segments of queries [B, L] and keys [B, S]. work: of `work_of` for them; None = made
+        here.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: positive factor on the scores. interpret: False, True, or what the interpreter is told; None = where this
+        is no GPU.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, (*_, lse) = _forward(call, None, *arrays)
     lse = lse[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
@@ -83,9 +95,21 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale, interpret=None):
-    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+    """Returns what one part of a row's keys adds to the gradients: q's [B, L, H, K], k's and v's [B, S, G, K].
 
-    out, lse: of the whole row. g: cotangent of out."""
+    They have the dtype of q.
+
+    Args:
+      q, k, v: of one dtype, k and v of the part.
+      ids: Ids, int32 positions and segments of queries [B, L] and keys [B, S]. work: of `work_of` for them; None = made
+        here.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: positive factor on the scores. interpret: False, True, or what the interpreter is told; None = where this
+        is no GPU.
+      out, lse: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no key.
+      g: cotangent of out.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     length = arrays[1].shape[1]
     lse = jnp.where(jnp.isneginf(lse_BxLxH), UNSEEN, lse_BxLxH * LOG2E).swapaxes(1, 2)
