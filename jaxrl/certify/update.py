@@ -38,7 +38,9 @@ MESHES = {"dp=2": (2, {"dp": 2}), "fsdp=2": (2, {"fsdp": 2}), "tp=2": (2, {"tp":
 
 
 def small(config, folder: Path):
-    """Returns the config with a tiny model and short completions on one device; options of loss and update stay."""
+    """Returns the config with a tiny model and short completions on one device; options of loss and update stay.
+
+    folder: run.dir of the tiny job."""
     c, fresh = editable(config), default_config()
     for group in ("model", "lora", "mesh", "checkpoint", "record", "faults", "env", "profile", "launch"):
         c[group] = fresh[group]

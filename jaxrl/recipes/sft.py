@@ -70,7 +70,7 @@ def log_line(s, job, policy, pending: list):
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Trajectories:
-    """Builds Trajectories of prompt + target, each sequence its own group.
+    """Builds Trajectories of prompt + target, each sequence its own group; behaviour log-probs are 0.
 
     The loss mask covers the target, end-of-text included; with several turns, the model's turns alone. loss_on_prompt:
     all tokens but the first (image tokens never). positions: of the examples in the data. images: the job's

@@ -91,7 +91,8 @@ def number(x) -> float:
 
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
-    """Returns [T] float64 log-probs of the loss tokens under a state, by the run's own scorer."""
+    """Returns [T] float64 log-probs (nats) of the loss tokens under a state, by the run's own scorer; 0 on the
+    others."""
     extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
                                    *([] if extra is None else [extra]))
@@ -128,8 +129,10 @@ def holds(traj, micro, weights) -> bool:
 
 
 def kl(before, after) -> float:
-    """Returns the k3 estimate of KL(before || after) in nats per token, on tokens that `before` (or
-    slightly older weights) sampled."""
+    """Returns the k3 estimate of KL(before || after) in nats: the mean of e^d - 1 - d, d = after - before within +-50.
+
+    before, after: [M] float64 log-probs (nats) of the same M loss tokens, which `before` (or slightly older weights)
+    sampled; the sum is divided by M."""
     d = after - before
     return float(np.mean(np.exp(np.clip(d, -50, 50)) - 1 - d))
 

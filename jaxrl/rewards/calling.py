@@ -34,10 +34,10 @@ class ServiceError(Exception):
 
 
 def load_function(spec: str, setup: dict):
-    """Returns the function of a spec: a service, an import path, or a built-in reward. Raises LoadError with the
-    reason.
+    """Returns the function of a spec. Raises LoadError with the reason.
 
     Args:
+      spec: name of a service in `setup`, 'module:function', 'file.py:function', or name of a built-in reward.
       setup: the worker's first message; see worker.py."""
     if spec in setup.get("services", ()):
         options = setup["services"][spec]

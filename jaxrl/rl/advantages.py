@@ -78,6 +78,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
 
     Raises:
       ConfigError: a user's function failed or returned another shape.
+      ValueError: advantage_mean=greedy without a baseline.
     """
     inputs = EstimatorInputs(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
     result = ESTIMATORS.get(options.advantage, user_advantages)(inputs)
@@ -138,7 +139,7 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def present(self):
-        """Loss tokens of the sequences whose score is present: [T] bool."""
+        """Loss tokens of the sequences whose score is finite: [T] bool."""
         return self.traj.spread(np.isfinite(self.scores)) & self.traj.loss_mask
 
     def scores_less_kl(self):
@@ -166,21 +167,22 @@ class EstimatorInputs(NamedTuple):
 
     @property
     def turn_arguments(self) -> tuple:
-        """The arguments (mask_T, offsets, groups_N, present_N, gamma) that turn_advantages and anchor_advantages
-        share."""
+        """The arguments that turn_advantages and anchor_advantages share: (mask_T bool, offsets [N+1] int, groups_N
+        int, present_N bool, gamma)."""
         traj = self.traj
         return traj.loss_mask, traj.spans, traj.group, np.isfinite(self.scores), self.options.turn_gamma
 
 
 def outcome(inputs: EstimatorInputs) -> Advantages:
-    """Computes one advantage per sequence, its score (less its KL) relative to its group, at all its loss tokens."""
+    """Computes one advantage per sequence, at all its loss tokens: (score - kl.coef * summed KL - baseline) / scale,
+    with the baseline and scale of algorithms.group_advantages."""
     numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
     return Advantages(inputs.traj.spread(numbers), None, zero)
 
 
 def returns(inputs: EstimatorInputs) -> Advantages:
-    """Computes the discounted (gamma) sum of token rewards from each loss token on, of scores relative to their
-    groups."""
+    """Computes the discounted (gamma) sum of token rewards from each loss token to the trajectory's end, of scores
+    relative to their groups (algorithms.token_returns). Nothing is divided by the number of tokens."""
     numbers, zero = inputs.relative_to_group(inputs.scores)
     traj = inputs.traj
     tokens = token_returns(inputs.token_rewards(numbers), traj.loss_mask, traj.spans, inputs.options.gamma)
@@ -188,7 +190,7 @@ def returns(inputs: EstimatorInputs) -> Advantages:
 
 
 def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
-    """Computes generalized advantage estimation with the critic's values (algorithms.gae).
+    """Computes generalized advantage estimation (arXiv 1506.02438) with the critic's values (algorithms.gae).
 
     lam, or lam_alpha's length-adaptive lambda, is the advantages'; the critic's targets use critic_lam if it is set,
     else lam. The targets of sequences without a score are the critic's own values."""
@@ -210,8 +212,8 @@ def turn_advantage(inputs: EstimatorInputs) -> Advantages:
 
 
 def gigpo(inputs: EstimatorInputs) -> Advantages:
-    """Computes GiGPO: outcome advantages plus anchor_coef times the advantage among the group's turns in the same
-    state.
+    """Computes GiGPO (arXiv 2505.10978): outcome advantages plus anchor_coef times the advantage among the group's
+    turns in the same state.
 
     See algorithms.anchor_advantages. Metric: advantage/anchored_fraction, the share of loss tokens with such an
     advantage."""
@@ -226,7 +228,9 @@ def gigpo(inputs: EstimatorInputs) -> Advantages:
 
 
 def dpo(inputs: EstimatorInputs) -> Advantages:
-    """Computes advantages whose policy gradient is DPO's on the best and the worst completion of each group (OAIF).
+    """Computes advantages whose policy gradient is DPO's on the best and the worst completion of each group.
+
+    Source: OAIF, arXiv 2402.04792.
 
     See algorithms.preferred_advantages; beta is kl.coef. Metrics: advantage/pairs_fraction (pairs over groups) and
     advantage/pairs_margin (mean beta times the lead of the best, in nats)."""

@@ -73,7 +73,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
     accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally.
 
-    receive: see Evaluation.
+    receive: takes results of requests that were in flight before the evaluation, or None.
 
     Returns:
       (metrics "eval/<set>/<name>", records per set), the same on every process; both empty if a stop was requested.
@@ -138,7 +138,8 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
     Each process samples completions of its own rows and runs their rewards; then every process gets all, in row order.
 
     Args:
-      name: of the set. batch: [(position, Example)]. sampling: SamplingParams. receive: see Evaluation.
+      name: of the set. batch: [(position, Example)]. sampling: SamplingParams.
+      receive: takes results of requests that were in flight before the evaluation, or None.
       control: name of the blind control whose pictures the rows have; "" = their own.
 
     Returns:
@@ -282,7 +283,7 @@ def publish_latest(s, job):
 def evaluate_only(s, job) -> dict:
     """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
 
-    Returns the content of summary.json.
+    Returns the content of summary.json. Raises as `publish_latest` and `evaluate` do.
     """
     _, where = publish_latest(s, job)
     s.console.start("eval")

@@ -162,7 +162,8 @@ class Score(Objective):
 
     @jax.named_scope("score")
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (sum of the weights "policy" times the value head's scores at the slots that count, no metrics)."""
+        """Returns (sum of the weights "policy" [R, S] times the value head's scores where the weight "token" is
+        positive, []; no metrics)."""
         return jnp.sum(batch.weights["policy"] * jnp.where(outputs.mask, outputs.values(), 0)), {}
 
 

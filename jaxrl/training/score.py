@@ -33,7 +33,8 @@ def forward_hidden(model, params, batch):
     On the same layout both give bitwise equal results on the CPU.
 
     Returns:
-      (hidden [R, S, D], the state that predicts each loss slot; auxiliary outputs, see Model.forward).
+      (hidden [R, S, D] in the compute dtype, the state that predicts each loss slot; auxiliary outputs, see
+      Model.forward).
     """
     if batch.routes is not None:
         params = router.with_routes(model, params, batch.routes)
@@ -45,7 +46,7 @@ def forward_hidden(model, params, batch):
 @jax.named_scope("head")
 def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid_RxS, ids_RxSxK=None,
                 top=0) -> tuple[jax.Array, ...]:
-    """Computes (log-prob [R, S], entropy [R, S]) in nats of a PackedBatch's targets; 0 where not valid.
+    """Computes (log-prob [R, S], entropy [R, S]) in nats, fp32, of a PackedBatch's targets; 0 where not valid.
 
     Args:
       hidden_RxSxD: of `forward_hidden`.
@@ -53,7 +54,8 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
       temperature: logits are divided by it.
       chunk: loss tokens whose logits exist at once.
       valid_RxS: bool, slots that are computed.
-      ids_RxSxK, top: as in kernels.logprob.logprob_and_entropy, which appends their results to the tuple.
+      ids_RxSxK: int token ids, -1 = unused; appends their log-probs [R, S, K] to the tuple, at its end.
+      top: appends (ids [R, S, top] int32, log-probs [R, S, top] fp32) of the most probable tokens, 0 = none.
     """
     head, tied = model.head(params), model.config.tied
     own = low_rank(params, hidden_RxSxD, model.compute_dtype, batch.adapters)
