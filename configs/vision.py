@@ -24,7 +24,7 @@ def get_config(arg=None):
     size = "tiny" if (arg or "").endswith("tiny") else "short"
     c = default_config()
     c.run.recipe = "rl"
-    c.run.warm_start = "vision_sft:" + (f"{kind}_" if kind else "") + size
+    c.run.warm_start = "vision_sft:" + ((f"{kind}_" if kind else "") + size if arg else "wrong")
 
     c.data.path = ("jaxrl://shapes/train.parquet",)
     if kind != "gemma3":
