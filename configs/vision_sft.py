@@ -15,8 +15,8 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 KINDS = {"qwen2_5": "qwen2_5_vl", "gemma3": "gemma3"}  # of the variants, but for the first
-STEPS = {"short": 300, "wrong": 486}  # the others: 700
-RIGHT = 450  # of "wrong", before the steps on wrong completions
+STEPS = {"short": 300, "wrong": 636}  # the others: 700
+RIGHT = 600  # of "wrong", before the steps on wrong completions
 
 
 def gemma():
