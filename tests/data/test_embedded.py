@@ -13,6 +13,8 @@ from helpers.tiers import first_cases
 from transformers import AutoTokenizer
 
 from jaxrl.config.load import load_config
+from jaxrl.data.mixing import Mix
+from jaxrl.resolve.checks.common import check
 from jaxrl.rewards.builtin import boxed_reward
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
@@ -240,6 +242,20 @@ def test_pictures_are_those_of_the_generator_and_questions_fit_them(name):
     boxed = [row.get("completion", row.get("chosen", "")).rpartition("{")[2][:-1] for row in made]
     counts = collections.Counter(int(row["prompt"] != "" and (row.get("answer") or box)) for row, box in zip(made, boxed, strict=True))
     assert max(counts.values()) < 0.35 * len(made)  # what a policy that does not look can reach
+
+
+def test_the_warm_start_of_vision_ends_with_wrong_completions():
+    """Every row of its last 36 steps, once each, and none before; jobs that are measured from another warm start keep it."""
+    c, steps = load_config(load_config("vision").run.warm_start), {}
+    check(c)
+    names, per_step = list(c.data.sources), c.data.prompts_per_step
+    order = Mix([c.data.sources[name]["weight"] for name in names], per_step, [1] * len(names))
+    for step in range(c.train.steps):
+        steps[step] = {names[order.place(step * per_step + i)[0]] for i in range(per_step)}
+    assert all(seen == ({"right"} if step < c.train.steps - 36 else {"wrong"}) for step, seen in steps.items())
+    assert c.data.sources["wrong"]["completion_column"] == "rejected" and 36 * per_step <= len(shapes_rows("pairs"))
+    for job in ("vision_vllm", "vision_jobs:dpo", "vision_jobs:reward_model", "vision_jobs:rl", "vision_jobs:distill"):
+        assert load_config(job).run.warm_start == "vision_sft:short"
 
 
 @pytest.mark.parametrize("folder", shapes.tokenizers())
