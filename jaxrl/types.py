@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., R]], jax.custom_vjp[R]]:
-    """`jax.custom_vjp` as a decorator; the arguments of these positions have no gradient."""
+    """Returns `jax.custom_vjp` as a decorator; the arguments at the positions nondiff_argnums have no gradient."""
     def decorate(function: Callable[..., R]) -> jax.custom_vjp[R]:
         decorated: Any = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
         return decorated
@@ -31,7 +31,7 @@ FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indice
 
 
 class Sizes(NamedTuple):
-    """Lengths and groups of sequences, which decide the layout."""
+    """Lengths, groups and image patches of Q sequences, which decide the layout."""
 
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
     completions: np.ndarray  # [Q] tokens after it
@@ -76,11 +76,14 @@ class Pictures(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """Returns [I]: patches of each image."""
+        """Patches of each image, int64 [I]."""
         return self.grids.prod(axis=1)
 
     def tokens(self, offsets) -> np.ndarray:
-        """Returns the indices into [T] of all image tokens. offsets: as Trajectories.offsets."""
+        """Returns the indices into [T] of all image tokens, int64, image by image.
+
+        offsets: [Q+1]; sequence q owns tokens offsets[q]:offsets[q+1].
+        """
         begins, counts = offsets[self.sequences] + self.firsts, self.counts // self.merge**2
         return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
 
@@ -96,7 +99,9 @@ class Pictures(NamedTuple):
 
     @classmethod
     def joined(cls, batches: Sequence[Trajectories]) -> Pictures | None:
-        """Returns the images of batches, whose sequences are numbered through; None if there is none."""
+        """Returns the images of several batches as one, sequences numbered through in the order of the batches; None if
+        there is none. The readers of pixels (`patches`, `features`) are those of the first batch with images.
+        """
         starts = np.cumsum([0, *(one.num_sequences for one in batches)])
         own = [(start, one.pictures) for start, one in zip(starts, batches, strict=False) if one.pictures is not None]
         if not own:
@@ -205,12 +210,13 @@ class Trajectories:
 
     @property
     def sizes(self) -> Sizes:
+        """Lengths, groups, prompt ids and image patches of the Q sequences, from which a layout is made."""
         groups, patches = self.group[self.trajectory], None if self.pictures is None else self.patches
         return Sizes(self.prompt_lengths, self.completion_lengths, groups, self.prefix, patches)
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Returns [Q, 2] patches of the images in each prompt and after it; None without images."""
+        """Patches of the images in each sequence's prompt and after it, int64 [Q, 2]; None without images."""
         if self.pictures is None or not len(self.pictures.sequences):
             return None
         images, out = self.pictures, np.zeros((self.num_sequences, 2), np.int64)
@@ -220,7 +226,7 @@ class Trajectories:
 
     @property
     def behind_image(self) -> np.ndarray:
-        """Returns [T] bool: whether an image begins before the token in its sequence."""
+        """Whether an image begins before the token in its sequence, bool [T]."""
         first = np.full(self.num_sequences, np.iinfo(np.int64).max)
         if self.pictures is not None:
             np.minimum.at(first, self.pictures.sequences, self.pictures.firsts)
@@ -228,15 +234,19 @@ class Trajectories:
         return places > np.repeat(first, self.lengths)
 
     def total(self, values_T=1) -> np.ndarray:
-        """Returns [N] sums of values_T [T] over each trajectory's tokens in the loss; without values their count."""
+        """Returns the sum of values over each trajectory's tokens in the loss, [N]; without values the count of these
+        tokens.
+
+        Nothing is divided. values_T: [T], not read outside the loss.
+        """
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
 
     def spread(self, numbers_N) -> np.ndarray:
-        """Returns [T]: each trajectory's number, from numbers_N [N], at all of its tokens."""
+        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N]."""
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
-        """Returns the indices into [T] of each trajectory's tokens in the loss."""
+        """Returns N int arrays: the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 

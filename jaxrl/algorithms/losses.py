@@ -76,9 +76,8 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
       clip_low, clip_high: bounds on the log-ratio, in nats (the paper: 0.4).
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: 1 where the token is at a bound,
-      whose
-        sum is `clipped`.
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` are 1 where the token is at a bound;
+        `clipped` is their sum.
     """
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
