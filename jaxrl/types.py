@@ -51,10 +51,11 @@ class Places(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """The images of a ragged batch, one entry for each place where one stands, ordered by (sequence, first token).
-    Of a video each group of frames that one patch holds is an entry.
+    """The images of a ragged batch: I entries, one for each place where an image stands, ordered by (sequence, first
+    token). Of a video each group of frames that one patch holds is an entry.
 
-    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time.
+    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time, as uint8 [patches, width] of
+    each picture that is asked for by number. An image of rows x columns patches has rows * columns / merge^2 tokens.
     """
 
     sequences: np.ndarray  # [I] int64
@@ -88,7 +89,9 @@ class Pictures(NamedTuple):
         return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
 
     def select(self, sequences: Sequence[int]) -> Pictures | None:
-        """Returns the images of some sequences, which are numbered anew in this order; None if there is none."""
+        """Returns the images of the sequences with these numbers, numbered anew from 0 in this order; None if there
+        is none.
+        """
         own = [np.flatnonzero(self.sequences == q) for q in sequences]
         at = np.concatenate([np.zeros(0, np.int64), *own])
         if not len(at):
@@ -159,7 +162,7 @@ class Trajectories:
     A trajectory is one sequence or several consecutive ones (a history that is rewritten between turns opens a new
     one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
     count trajectories; only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample).
-    Nothing here is padded; only `training.pack` pads.
+    Nothing here is padded; only `training.pack` pads. Log-probs are in nats.
 
     Columns that rl.trajectories.collect makes:
 
@@ -170,6 +173,9 @@ class Trajectories:
         turn       [T] int32        episodes              number of the turn; -1 where not sampled
         reward     [T] float64      episodes              reward of a turn, at its last sampled token
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
+
+    Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
+    per trajectory without `prefix`.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)

@@ -46,9 +46,9 @@ def clipped_policy_loss(
       delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
 
     Returns:
-      (loss, stats): stats has `ratio` (r), `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above),
-        whose sum is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no
-        gradient); 1 or 0 per token, without gradient.
+      (loss, stats): stats has `ratio`, which is r, and flags of 1 or 0: `clipped_low` (A < 0, r below its bound),
+        `clipped_high` (A > 0, r above), whose sum is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A
+        < 0 and r above that bound: no gradient).
     """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)

@@ -236,11 +236,12 @@ def sppo(batch: PreferenceBatch):
 
 
 def aot(batch: PreferenceBatch):
-    """Computes paired AOT (arXiv 2406.05882): dpo's loss between order statistics of s_c - s_w and of r_c - r_w over
-    the step.
+    """Computes paired AOT (arXiv 2406.05882): `dpo`'s loss of d = beta (a - b), a and b order statistics of s_c - s_w
+    and of r_c - r_w over the step.
 
-    The k-th smallest difference under the policy is compared with the k-th smallest under the reference. Returns (mean
-    over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    The k-th smallest difference under the policy is compared with the k-th smallest under the reference: softplus(-d),
+    with label_smoothing eps > 0 (1 - eps) softplus(-d) + eps softplus(d). Returns (mean over pairs, its derivative by
+    s, [N] float64); symbols: PreferenceBatch.
     """
     ours, theirs = (np.subtract(*batch.sides(v)) for v in (batch.s, batch.r))
     order, beta = np.argsort(ours, kind="stable"), batch.options.beta
@@ -251,10 +252,12 @@ def aot(batch: PreferenceBatch):
 
 
 def aot_unpaired(batch: PreferenceBatch):
-    """Computes unpaired AOT (arXiv 2406.05882): dpo's loss between order statistics of x_c and of x_w over the step.
+    """Computes unpaired AOT (arXiv 2406.05882): `dpo`'s loss of d = beta (a - b), a and b order statistics of x_c and
+    of x_w over the step.
 
-    The k-th smallest x_c is compared with the k-th smallest x_w. Returns (mean over pairs, its derivative by s, [N]
-    float64); symbols: PreferenceBatch.
+    The k-th smallest x_c is compared with the k-th smallest x_w: softplus(-d), with label_smoothing eps > 0 (1 - eps)
+    softplus(-d) + eps softplus(d). Returns (mean over pairs, its derivative by s, [N] float64); symbols:
+    PreferenceBatch.
     """
     (x_c, x_w), beta = batch.sides(batch.x), batch.options.beta
     first, second = np.argsort(x_c, kind="stable"), np.argsort(x_w, kind="stable")

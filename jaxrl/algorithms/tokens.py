@@ -27,7 +27,9 @@ class Tokens(NamedTuple):
 class AdvantageInputs(NamedTuple):
     """The inputs of an advantage function: host numpy arrays of one step, N trajectories and T tokens.
 
-    Trajectory i owns tokens [offsets[i], offsets[i+1])."""
+    Trajectory i owns tokens [offsets[i], offsets[i+1]), prompt and observations included: only tokens where `mask` is
+    true were sampled. Log-probs are in nats, of the sampled tokens.
+    """
 
     scores: Any  # [N] float64, shaped rewards; NaN = absent
     groups: Any  # [N] prompt of the trajectory

@@ -164,7 +164,9 @@ class NextToken(Objective):
     """Minimises -sum_t w_policy * logp: supervised fine-tuning, and with `sequence_weights` any loss of sequences."""
 
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; metrics of Outputs.logprobs)."""
+        """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; policy/entropy and policy/logprob,
+        token means without gradient).
+        """
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
 
@@ -276,8 +278,15 @@ class PolicyGradient(Objective):
         return bool(self.options.early_stop_ratio or self.options.early_stop_kl)
 
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (policy_terms of the outputs' log-probs, plus value_coef times the value loss; the metrics of
-        both)."""
+        """Computes the policy's terms, plus value_coef times the value loss (weight "token") if the trunk has a value
+        head.
+
+        Args:
+          outputs: Outputs of the forward pass. batch: PackedBatch with the columns and weights that this names.
+          entropy_coef: [] adaptive coefficient of the entropy bonus; None = options.entropy_coef.
+
+        Returns ([] sum of weight * token loss; {metric: [] contribution of the microbatch}).
+        """
         logp, entropy, metrics = outputs.logprobs()
         loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)
         if self.value_coef:
