@@ -70,6 +70,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
       RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
+      SystemExit: the warm-start job (run.warm_start) was stopped on request; the same call resumes it.
     """
     _check_call(unknown)
     from jaxrl import data as jaxrl_data

@@ -383,9 +383,9 @@ def pass_rates(rows, config) -> dict[int, float]:
 
 
 def completed(groups, kind: str) -> list:
-    """Returns [(request, result, group)] of requests with a completion.
+    """Returns [(Request, Result, PromptGroup)] of requests with a completion.
 
-    Failed generations are dropped, not scored as wrong. kind: SAMPLES or GREEDY.
+    Failed generations are dropped, not scored as wrong. groups: PromptGroup, done. kind: SAMPLES or GREEDY.
     """
     requested = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == kind]
     return [row for row in requested if row[1].finish != "abort"]
@@ -398,7 +398,9 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
       criterion: a function of a dict (scores, rewards, completions, lengths, truncated of the group) that returns a
         bool; or the name of a reward; or None. Without a function, a group has signal if at least two of the raw scores
         (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
-      members: [N] bool, the group's completions in traj, texts and result."""
+      traj, texts, result: Trajectories, completion texts and RewardResult of N completions.
+      members: [N] bool, the group's completions among them.
+    """
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({

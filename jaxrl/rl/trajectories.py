@@ -293,7 +293,8 @@ def exchange_results(session, what: str, results: list[Result], rows, meta=None)
     """Gathers every process's results. Collective.
 
     Args:
-      what: tag of the call, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
+      session: run.session.Session. what: tag of the call, the same on all processes.
+      results: of this process. rows: a JSON-able list per result. meta: JSON-able.
 
     Returns:
       ({request id: (result, *its row)} over all processes, [meta of each process]).

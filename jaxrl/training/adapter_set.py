@@ -136,6 +136,9 @@ def make_scaled(model, objectives: dict):
 def make_apply(optimizers: Optimizers, applies: list):
     """Returns apply(state, grads, metrics) -> (state, metrics): one optimizer step of each adapter that has tokens.
 
+    An adapter without a token in the step keeps its parameters, optimizer state and counters. `grads` is a flat dict of
+    all adapters' gradients; the metrics are named adapter/<name>/<metric>, with `held` (1 or 0: whether it has tokens).
+
     Args:
       optimizers: those of the adapter set.
       applies: one function of update.make_apply per adapter, in the order of the adapters' numbers.

@@ -98,9 +98,10 @@ def _arrays_by_path(model, name, values_nx) -> dict:
 
 
 def loss_terms(outputs, batch, objective):
-    """Computes the routers' part of a microbatch: (sum of the loss terms, metrics); (0, {}) without routers.
+    """Computes the routers' part of a microbatch: (sum of the loss terms, [], each times its coefficient; metrics); (0,
+    {}) without routers. The formulas are at the head of the module.
 
-    Metrics: router/entropy, mean over tokens and layers; router/load [n, E], which `summarize_load` replaces;
+    Metrics: router/entropy (nats), mean over tokens and layers; router/load [n, E], which `summarize_load` replaces;
     router/balance and router/z, mean over layers, if they are in the loss; router/replayed and router/mismatch, mean
     over tokens and layers, if routes are replayed.
 
