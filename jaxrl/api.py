@@ -62,7 +62,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
       callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the hooks
-        on_step, on_evaluation, on_save, on_end; one or several. Called on process 0; `step.stop()` ends the run.
+        on_step, on_evaluation, on_save, on_end; one or a sequence. Called on process 0; `step.stop()` ends the run.
       env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
       tools: plain typed functions that the model may call, or their names.
 
