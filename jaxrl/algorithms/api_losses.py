@@ -72,7 +72,9 @@ def token_losses(logp, sampled_logp, advantage, weight, number, low, high, seque
     """Computes the loss of each token in nats, by the formulas at the head of the module; nothing is summed or
     averaged.
 
-    Args: arrays of one shape.
+    Arrays have one shape.
+
+    Args:
       logp: current log-probs in nats; gradients flow through them alone.
       sampled_logp, advantage: log-probs under the policy that sampled, and advantages; 0 where the loss is
         cross_entropy, which does not use them.

@@ -57,7 +57,9 @@ def kl_penalty(logp, ref, old, mask, estimator):
 
     exp continues linearly above 20 (masked_exp), except in low_var.
 
-    Args: arrays of one shape, which the result has.
+    Arrays have one shape, which the result has.
+
+    Args:
       logp, ref: log-probs in nats under the current policy and the reference.
       old: log-probs under the proximal policy, read by k3_unbiased only.
       mask: bool, the loss tokens.

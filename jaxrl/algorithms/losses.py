@@ -201,7 +201,9 @@ def value_loss(values, old_values, returns, mask, clip):
     """Computes PPO's critic loss of each token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0
     where masked.
 
-    Args: arrays of one shape.
+    Arrays have one shape.
+
+    Args:
       values, old_values: v now (with gradient) and before the step.
       returns: the targets R.
       mask: bool, the loss tokens.
