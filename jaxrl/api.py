@@ -61,15 +61,15 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
       tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
-      callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the
-        hooks on_step, on_evaluation, on_save, on_end; one, or a sequence of them. Called on process 0;
-        `step.stop()` ends the run.
+      callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the hooks
+        on_step, on_evaluation, on_save, on_end; one or a sequence. Called on process 0; `step.stop()` ends the run.
       env: what an episode is, an episode function (task, chat) or a class with reset and step, or its name.
       tools: plain typed functions that the model may call, or their names.
 
     Raises:
       ConfigError: before any device work, naming field, value and remedy of every problem.
       RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
+      SystemExit: the warm-start job (run.warm_start) was stopped on request; the same call resumes it.
     """
     _check_call(unknown)
     from jaxrl import data as jaxrl_data

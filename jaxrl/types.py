@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., R]], jax.custom_vjp[R]]:
-    """`jax.custom_vjp` as a decorator; the arguments of these positions have no gradient."""
+    """Returns `jax.custom_vjp` as a decorator; the arguments at the positions nondiff_argnums have no gradient."""
     def decorate(function: Callable[..., R]) -> jax.custom_vjp[R]:
         decorated: Any = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
         return decorated
@@ -31,7 +31,7 @@ FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indice
 
 
 class Sizes(NamedTuple):
-    """Lengths and groups of sequences, which decide the layout."""
+    """Lengths, groups and image patches of Q sequences, which decide the layout."""
 
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
     completions: np.ndarray  # [Q] tokens after it
@@ -51,10 +51,11 @@ class Places(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """The images of a ragged batch, one entry for each place where one stands, ordered by (sequence, first token).
-    Of a video each group of frames that one patch holds is an entry.
+    """The images of a ragged batch: I entries, one for each place where an image stands, ordered by (sequence, first
+    token). Of a video each group of frames that one patch holds is an entry.
 
-    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time.
+    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time, as uint8 [patches, width] of
+    each picture that is asked for by number. An image of rows x columns patches has rows * columns / merge^2 tokens.
     """
 
     sequences: np.ndarray  # [I] int64
@@ -76,16 +77,21 @@ class Pictures(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """Returns [I]: patches of each image."""
+        """Patches of each image, int64 [I]."""
         return self.grids.prod(axis=1)
 
     def tokens(self, offsets) -> np.ndarray:
-        """Returns the indices into [T] of all image tokens. offsets: as Trajectories.offsets."""
+        """Returns the indices into [T] of all image tokens, int64, image by image.
+
+        offsets: [Q+1]; sequence q owns tokens offsets[q]:offsets[q+1].
+        """
         begins, counts = offsets[self.sequences] + self.firsts, self.counts // self.merge**2
         return np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts, strict=True)])
 
     def select(self, sequences: Sequence[int]) -> Pictures | None:
-        """Returns the images of some sequences, which are numbered anew in this order; None if there is none."""
+        """Returns the images of the sequences with these numbers, numbered anew from 0 in this order; None if there
+        is none.
+        """
         own = [np.flatnonzero(self.sequences == q) for q in sequences]
         at = np.concatenate([np.zeros(0, np.int64), *own])
         if not len(at):
@@ -96,7 +102,9 @@ class Pictures(NamedTuple):
 
     @classmethod
     def joined(cls, batches: Sequence[Trajectories]) -> Pictures | None:
-        """Returns the images of batches, whose sequences are numbered through; None if there is none."""
+        """Returns the images of several batches as one, sequences numbered through in the order of the batches; None if
+        there is none. The readers of pixels (`patches`, `features`) are those of the first batch with images.
+        """
         starts = np.cumsum([0, *(one.num_sequences for one in batches)])
         own = [(start, one.pictures) for start, one in zip(starts, batches, strict=False) if one.pictures is not None]
         if not own:
@@ -154,7 +162,7 @@ class Trajectories:
     A trajectory is one sequence or several consecutive ones (a history that is rewritten between turns opens a new
     one); each sampled token is in the loss of exactly one of them. Weights, statistics, mini-batches and penalties
     count trajectories; only layout, packing and attention know sequences. Trajectories are ordered by (prompt, sample).
-    Nothing here is padded; only `training.pack` pads.
+    Nothing here is padded; only `training.pack` pads. Log-probs are in nats.
 
     Columns that rl.trajectories.collect makes:
 
@@ -165,6 +173,9 @@ class Trajectories:
         turn       [T] int32        episodes              number of the turn; -1 where not sampled
         reward     [T] float64      episodes              reward of a turn, at its last sampled token
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
+
+    Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
+    per trajectory without `prefix`.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -205,12 +216,13 @@ class Trajectories:
 
     @property
     def sizes(self) -> Sizes:
+        """Lengths, groups, prompt ids and image patches of the Q sequences, from which a layout is made."""
         groups, patches = self.group[self.trajectory], None if self.pictures is None else self.patches
         return Sizes(self.prompt_lengths, self.completion_lengths, groups, self.prefix, patches)
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Returns [Q, 2] patches of the images in each prompt and after it; None without images."""
+        """Patches of the images in each sequence's prompt and after it, int64 [Q, 2]; None without images."""
         if self.pictures is None or not len(self.pictures.sequences):
             return None
         images, out = self.pictures, np.zeros((self.num_sequences, 2), np.int64)
@@ -220,7 +232,7 @@ class Trajectories:
 
     @property
     def behind_image(self) -> np.ndarray:
-        """Returns [T] bool: whether an image begins before the token in its sequence."""
+        """Whether an image begins before the token in its sequence, bool [T]."""
         first = np.full(self.num_sequences, np.iinfo(np.int64).max)
         if self.pictures is not None:
             np.minimum.at(first, self.pictures.sequences, self.pictures.firsts)
@@ -228,15 +240,19 @@ class Trajectories:
         return places > np.repeat(first, self.lengths)
 
     def total(self, values_T=1) -> np.ndarray:
-        """Returns [N] sums of values_T [T] over each trajectory's tokens in the loss; without values their count."""
+        """Returns the sum of values over each trajectory's tokens in the loss, [N]; without values the count of these
+        tokens.
+
+        Nothing is divided. values_T: [T], not read outside the loss.
+        """
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
 
     def spread(self, numbers_N) -> np.ndarray:
-        """Returns [T]: each trajectory's number, from numbers_N [N], at all of its tokens."""
+        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N]."""
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
-        """Returns the indices into [T] of each trajectory's tokens in the loss."""
+        """Returns N int arrays: the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 

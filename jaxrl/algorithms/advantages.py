@@ -51,7 +51,7 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
                                                                          (2508.08221)
         batch          mean of all scores of the batch                   batch: REINFORCE++ by sequence
         leave_one_out  mean of the group's other members                 none: RLOO (arXiv 2402.14740)
-        greedy         baseline_N, the greedy completion's score             none: ReMax (arXiv 2310.10505)
+        greedy         baseline_N, the greedy completion's score         none: ReMax (arXiv 2310.10505)
 
     std group_mean divides by the group's mean score instead (MaxRL, arXiv 2602.02710: with rewards of 0 and 1 this
     tends to the gradient of the log of the success rate as groups grow); where it is at most 1e-8 nothing is divided.
@@ -65,10 +65,10 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     or are fewer than two.
 
     Args:
-      scores_N: one score per trajectory, NaN = absent.
-      groups_N: group id per trajectory, in any order.
-      mean, std: rows of the table above.
-      baseline_N: score of the greedy completion of each one's prompt; read with mean="greedy" only.
+      scores_N: [N] one score per trajectory, NaN = absent.
+      groups_N: [N] group id per trajectory, in any order.
+      mean, std: rows of the table above; std is none, group, batch, group_population or group_mean.
+      baseline_N: [N] score of the greedy completion of each one's prompt; read with mean="greedy" only.
 
     Returns:
       (advantages_N float64, zero_signal_N bool): the second marks the members of groups whose advantages are all 0.
@@ -108,16 +108,19 @@ def preferred_advantages(scores_N, groups_N, ratios_N, beta: float):
 
         A_best = beta * sigmoid(-beta * (x_best - x_worst)) * N / P        A_worst = -A_best        else 0
 
-    so that (1/N) sum_i A_i * grad log pi(y_i) is minus the gradient of the mean over P pairs of -log sigmoid(beta z).
+    so that (1/N) sum_i A_i * grad log pi(y_i) is minus the gradient of the mean over P pairs of -log sigmoid(beta z),
+    z = x_best - x_worst.
 
     Args:
-      scores_N: one score per trajectory, NaN = absent: it is in no pair. Of equal ones the first counts; groups whose
-        scores are all equal (to 1e-8) have no pair.
-      ratios_N: x = log pi(y) - log pi_ref(y), sums over the sampled tokens, in nats; NaN = one that sampled nothing:
-        it is in no pair and not counted in N.
+      scores_N: [N] one score per trajectory, NaN = absent: it is in no pair. Of equal ones the first counts; groups
+        whose scores are all equal (to 1e-8) have no pair.
+      groups_N: [N] group id per trajectory, in any order.
+      ratios_N: [N] x = log pi(y) - log pi_ref(y), sums over the sampled tokens, in nats; NaN = one that sampled
+        nothing: it is in no pair and not counted in N.
+      beta: DPO's factor on the log-ratios.
 
     Returns:
-      (advantages [N] float64, [P, 2] indices of best and worst).
+      (advantages [N] float64, [P, 2] int64 indices of best and worst).
     """
     scores, ratios = np.asarray(scores_N, np.float64), np.asarray(ratios_N, np.float64)
     pairs = []
@@ -157,7 +160,8 @@ def _centred(own, whole, baseline, mean):
 
 
 def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_rewards_T=None):
-    """Returns token rewards [T]: the trajectory's score at its last loss token, minus kl_coef * KL at each token.
+    """Returns token rewards, float64 [T]: the trajectory's score at its last loss token, minus kl_coef * KL at each
+    loss token; 0 on other tokens.
 
     InstructGPT's and REINFORCE++'s placement (arXiv 2203.02155, 2501.03262). With turn rewards, which are part of
     the score, each stays at its token and the last loss token gets the remainder (score - their sum), so that the
@@ -167,7 +171,11 @@ def token_rewards(scores_N, mask_T, offsets, kl_T=None, kl_coef=0.0, turn_reward
     Args:
       scores_N: [N], NaN = missing. mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens
         offsets[i]:offsets[i+1].
-      kl_T: `kl.kl_value` of the policy that sampled. turn_rewards_T: read at loss tokens."""
+      kl_T: [T] estimates of the KL to the reference in nats, `kl.kl_value` of the policy that sampled, read at loss
+        tokens; None = none.
+      kl_coef: factor on the KL.
+      turn_rewards_T: [T], read at loss tokens; None = none.
+    """
     mask = np.asarray(mask_T, bool)
     scores = np.asarray(scores_N, np.float64)
     counts, ends = _scored(mask, offsets)
@@ -205,16 +213,19 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
 
         delta_t = r_t + gamma * V_next - V_t        A_t = delta_t + gamma * lam * A_next
 
-    where next is the trajectory's next loss token: V_next and A_next skip observation tokens.
+    where next is the trajectory's next loss token: V_next and A_next skip observation tokens. Both are 0 after the
+    last loss token.
 
     Args:
-      mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1]. gamma: discount
-        per loss token.
       rewards_T, values_T: [T], read at loss tokens.
+      mask_T: [T] bool, loss tokens.
+      offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
+      gamma: discount per loss token.
       lam: scalar, or one per trajectory [N] (see `adaptive_lambda`).
 
     Returns:
-      (advantages_T, returns_T), 0 outside loss_mask; returns = advantages + values."""
+      (advantages_T, returns_T), float64, 0 outside mask_T; returns = advantages + values.
+    """
     mask = np.asarray(mask_T, bool)
     counts, ends = _scored(mask, offsets)
     rewards, values = (np.asarray(x, np.float64)[mask] for x in (rewards_T, values_T))
@@ -238,11 +249,15 @@ def gae(rewards_T, values_T, mask_T, offsets, gamma, lam):
 
 
 def adaptive_lambda(lengths_N, alpha: float):
-    """Returns VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)) [N]; the
+    """Returns VAPO's length-adaptive lambda (arXiv 2504.05118), max(0, 1 - 1 / (alpha * |y|)), float64 [N]; the
     paper's alpha is 0.05.
 
     The sum of its weights is then alpha * |y|. Below |y| = 1 / alpha the formula is negative; clamping at 0 is jaxrl's
     choice. Raises ValueError if alpha is not positive.
+
+    Args:
+      lengths_N: [N] |y|, tokens of each completion; 0 gives 0.
+      alpha: inverse of the length up to which lambda is 0.
     """
     if alpha <= 0:
         raise ValueError(f"lam_alpha={alpha}: must be positive")
@@ -250,13 +265,17 @@ def adaptive_lambda(lengths_N, alpha: float):
 
 
 def whiten(advantages_T, mask_T, groups_T=None, mean="step", std="step"):
-    """Returns (A - mean) / sqrt(var + 1e-8) over the loss tokens, var about that mean with ddof 1; 0 on the others [T].
+    """Returns (A - mean) / sqrt(var + 1e-8) over the loss tokens, var about that mean with ddof 1; float64 [T], 0 on
+    the others.
 
     As in REINFORCE++ (arXiv 2501.03262) and in PPO's implementations. Call it with the whole optimizer batch: the
-    statistics are global, never of a microbatch or host. Fewer than two loss tokens have no deviation: the result is 0.
+    statistics are global, never of a microbatch or host. Fewer than two loss tokens (with std="group": of a group) have
+    no deviation: unless std is "none" the result is 0 there.
 
     Args:
-      groups_T: prompt group of each token, for the level "group".
+      advantages_T: [T], read at loss tokens.
+      mask_T: [T] bool, loss tokens.
+      groups_T: [T] prompt group of each token, for the level "group".
       mean, std: of which tokens: "step", "group", or "none" (0 and 1).
     """
     mask = np.asarray(mask_T, bool)
@@ -307,8 +326,11 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take no part.
 
     Args:
-      tokens_T: prompt then completion of each sequence. offsets: [N+1]. prompt_lengths_N: leading tokens
-      that are the prompt.
+      tokens_T: [T] int ids, prompt then completion of each sequence.
+      offsets: [N+1]; sequence i owns tokens offsets[i]:offsets[i+1].
+      prompt_lengths_N: [N] leading tokens that are the prompt.
+      groups_N: [N] group id per sequence. scores_N: [N], NaN = absent.
+      minimum: shortest shared prefix that is masked, in tokens.
     """
     tokens, scores = np.asarray(tokens_T), np.asarray(scores_N, np.float64)
     starts = np.asarray(offsets)[:-1] + np.asarray(prompt_lengths_N)

@@ -52,9 +52,14 @@ API_LOSSES = {
 
 
 def mean_by_sequence(values_RxS, marked_RxS, sequences_RxS):
-    """Returns [R, S]: the mean of the values over the marked slots of each slot's sequence; 0 where none is marked.
+    """Returns [R, S]: the mean of the values over the marked slots of each slot's sequence, at all slots of the
+    sequence; 0 where none is marked.
 
-    sequences: numbers within a row, from 0 to S. Nothing of a row reaches another one.
+    Args:
+      values_RxS: [R, S] float; not read where not marked. The result has their dtype.
+      marked_RxS: [R, S] bool.
+      sequences_RxS: [R, S] int, the sequence of each slot: numbers within a row, from 0 to S. Nothing of a row reaches
+        another one.
     """
     def of_row(values, marked, sequences):
         sums = lambda x: jax.ops.segment_sum(x, sequences, len(sequences) + 1)[sequences]  # noqa: E731
@@ -64,16 +69,20 @@ def mean_by_sequence(values_RxS, marked_RxS, sequences_RxS):
 
 
 def token_losses(logp, sampled_logp, advantage, weight, number, low, high, sequence_gap):
-    """Computes the loss of each token in nats; arrays of one shape.
+    """Computes the loss of each token in nats, by the formulas at the head of the module; nothing is summed or
+    averaged.
+
+    Arrays have one shape.
 
     Args:
-      logp: current log-probs; gradients flow through them alone.
-      sampled_logp, advantage: not read where the loss is cross_entropy; 0 there.
+      logp: current log-probs in nats; gradients flow through them alone.
+      sampled_logp, advantage: log-probs under the policy that sampled, and advantages; 0 where the loss is
+        cross_entropy, which does not use them.
       weight: factor of every loss.
-      number: ApiLoss.number of each token's loss.
+      number: int, ApiLoss.number of each token's loss.
       low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
-      sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence, read by gspo; no
-        gradient flows through it.
+      sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence (`mean_by_sequence`),
+        read by gspo; no gradient flows through it.
     """
     is_loss = {name: number == loss.number for name, loss in API_LOSSES.items()}
     gap = jnp.where(is_loss["cross_entropy"], 0, logp - sampled_logp)

@@ -49,16 +49,22 @@ def with_tail(logp_K, used_K):
 
 
 def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, tail: bool = True):
-    """Computes the divergence [...] in nats from log-probs [..., K] of student and teacher at the same tokens.
+    """Computes the divergence [...] of student p and teacher q in nats, from log-probs [..., K] at the same K tokens:
 
-    Nothing is averaged; the result has the dtype of the log-probs.
+        forward  KL(q || p)
+        reverse  KL(p || q)
+        jsd      beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
+
+    Nothing is averaged; the result has the dtype of the log-probs, and is 0 where no place is used.
 
     Args:
-      logp_K, logq_K: log-probs in nats of student and teacher.
-      used_K: bool; where False a place holds no token (its log-probs are finite and mean nothing). At least one is True
-        wherever the result counts.
-      kind: forward, reverse or jsd; beta: of jsd, in (0, 1).
-      tail: see the module; without it the sum over the K alone, neither renormalised nor clipped.
+      logp_K, logq_K: [..., K] log-probs in nats of student and teacher.
+      used_K: [..., K] bool; where False a place holds no token (its log-probs are finite and mean nothing). At least
+        one is True wherever the result counts.
+      kind: forward, reverse or jsd; another name is not refused, it is taken for jsd.
+      beta: of jsd, in (0, 1).
+      tail: add one outcome for all other tokens (`with_tail`), so that this is a divergence: never negative, 0 where
+        the two are equal. Without it the sum over the K alone, neither renormalised nor clipped.
     """
     counts = used_K
     if tail:

@@ -55,9 +55,18 @@ def kl_penalty(logp, ref, old, mask, estimator):
         low_var       k3 of d clipped to +-20,   gradient: as k3 within the bounds, 0 outside: the penalty vanishes
                       clipped to 10              where it is needed most (as RLinf and SkyRL compute it)
 
-    exp continues linearly above 20 (masked_exp), except in low_var. Arrays have one shape; log-probs in nats.
+    exp continues linearly above 20 (masked_exp), except in low_var.
 
-    Raises ValueError for k1, whose expected gradient is 0, and for unknown names."""
+    Arrays have one shape, which the result has.
+
+    Args:
+      logp, ref: log-probs in nats under the current policy and the reference.
+      old: log-probs under the proximal policy, read by k3_unbiased only.
+      mask: bool, the loss tokens.
+      estimator: a row of the table.
+
+    Raises ValueError for k1, whose expected gradient is 0, and for unknown names.
+    """
     d = jnp.where(mask, logp - ref, 0)
     if estimator == "k2":
         return 0.5 * jnp.square(d)

@@ -38,15 +38,18 @@ def clipped_policy_loss(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds (DAPO, arXiv 2503.14476).
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage, mask: of the same shape.
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      advantage, mask: A and bool (loss tokens), of the same shape.
+      clip_low, clip_high: distances of the bounds of r from 1.
       log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py).
       dual_clip: c > 1: where A < 0 the loss is at most -c A (dual-clip PPO, arXiv 1912.09729); 0 = off.
       delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
 
     Returns:
-      (loss, stats): stats also has `clipped_low` (A < 0, r below its bound), `clipped_high` (A > 0, r above), whose
-        sum is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A < 0 and r above that bound: no
-        gradient)."""
+      (loss, stats): stats has `ratio`, which is r, and flags of 1 or 0: `clipped_low` (A < 0, r below its bound),
+        `clipped_high` (A > 0, r above), whose sum is `clipped`, and, where dual_clip or delta is on, `dual_clipped` (A
+        < 0 and r above that bound: no gradient).
+    """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -64,14 +67,18 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     """Computes GMPO's loss of each token (arXiv 2507.20673): -A times the geometric mean of its sequence's clipped
     token ratios, 0 where masked.
 
-    The bounds are on the log-ratio, in nats (the paper: 0.4). If A differs by token, aggregation=sequence_mean gives
-    -mean(A) * geometric mean. Only sequence_mean gives the paper's loss. Arrays are [R, S]; sequences: ids, see
-    numerics.py.
+    If A differs by token, aggregation=sequence_mean gives -mean(A) * geometric mean. Only sequence_mean gives the
+    paper's loss.
 
-    logp, old: current and proximal log-probs in nats. advantage: A. clip_low, clip_high: the bounds.
+    Args:
+      logp, old: [R, S] current and proximal log-probs in nats. advantage, mask: [R, S] A and bool (loss tokens).
+      sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused.
+      clip_low, clip_high: bounds on the log-ratio, in nats (the paper: 0.4).
 
     Returns:
-      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high`: whether the token is at a bound."""
+      (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` are 1 where the token is at a bound;
+        `clipped` is their sum.
+    """
     advantage = jnp.where(mask, advantage, 0)
     log_mean, low, high = geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_high)
     ratio = masked_exp(log_mean, mask)
@@ -82,14 +89,18 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
     """Computes CISPO's loss of each token (arXiv 2506.13585): -sg(clip(r, min_ratio, max_ratio)) * A * logp, 0 where
     masked.
 
-    Bounds are absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). No token loses its
-    gradient. The paper has no lower bound (min_ratio 0). With old = the sampler's log-prob this is AIPO (LlamaRL, arXiv
-    2505.24034).
+    No token loses its gradient. With old = the sampler's log-prob this is AIPO (LlamaRL, arXiv 2505.24034).
 
-    log_ratio: log r in place of logp - old. Returns (loss, stats); stats["clipped"] marks tokens whose weight is a
-    bound.
+    Args:
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      advantage, mask: A and bool (loss tokens), of the same shape.
+      max_ratio, min_ratio: absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). The paper
+        has no lower bound (min_ratio 0).
+      log_ratio: log r in place of logp - old; None = that difference.
 
-    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape."""
+    Returns:
+      (loss, stats): stats["ratio"] is r before the bounds, stats["clipped"] marks tokens whose weight is a bound.
+    """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, min_ratio, max_ratio))
@@ -124,9 +135,14 @@ def dppo_loss(logp, old, advantage, mask, low, high):
     probabilities, not on ratios. The gradient is that of the paper's -A r on the other tokens, with r capped at 20 as
     in its authors' code. The paper's old is the sampler's log-prob.
 
-    logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage (A), mask: of the same shape.
+    Args:
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      advantage, mask: A and bool (loss tokens), of the same shape.
+      low, high: largest fall and rise of the token's probability.
 
-    Returns (loss, stats); stats["clipped"] marks tokens left out."""
+    Returns:
+      (loss, stats): stats["ratio"] is r without its cap, stats["clipped"] marks tokens left out.
+    """
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old, mask)
     logp = jnp.where(mask, logp, 0)
@@ -140,13 +156,19 @@ def topr_loss(logp, old, advantage, mask, sequences, by_token):
     """Computes TOPR's loss of each token (arXiv 2503.14286, eq. 8): -A * logp where A > 0, else -sg(min(r, 1)) * A *
     logp, 0 where masked.
 
-    r is the ratio of whole completions, their product of token ratios, to the sampler's log-prob `old`, as in the
-    paper; by_token: of tokens, as in ROLL. Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted
-    by min(r, 1), so unlikely ones are pushed down less. Arrays are [R, S]; sequences: ids, see numerics.py.
+    Tokens with A > 0 get the SFT gradient at any ratio; the others are weighted by min(r, 1), so unlikely ones are
+    pushed down less.
 
-    logp, advantage (A), mask: of the same shape; log-probs in nats.
+    Args:
+      logp, old: [R, S] current log-probs and, as in the paper, the sampler's, in nats.
+      advantage, mask: [R, S] A and bool (loss tokens).
+      sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused; not read with by_token.
+      by_token: False = r is the ratio of whole completions, the product of their token ratios, as in the paper;
+        True = of tokens, as in ROLL.
 
-    Returns (loss, stats); stats["clipped"] marks tokens with A <= 0 whose r is above 1."""
+    Returns:
+      (loss, stats): stats["ratio"] is r, stats["clipped"] marks tokens with A <= 0 whose r is above 1.
+    """
     advantage = jnp.where(mask, advantage, 0)
     x = jnp.where(mask, logp - old, 0)
     ratio = masked_exp(x if by_token else sequence_sum(x, sequences), mask)
@@ -179,10 +201,17 @@ def value_loss(values, old_values, returns, mask, clip):
     """Computes PPO's critic loss of each token, 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), 0
     where masked.
 
-    clip None or 0: 0.5 * (v - R)^2, old_values is not read. Returns (loss, {"clipped"}): 1 where the clipped branch
-    won, so that the token has no gradient.
+    Arrays have one shape.
 
-    values, old_values: v now and before the step. returns: the targets R. All of one shape, as mask."""
+    Args:
+      values, old_values: v now (with gradient) and before the step.
+      returns: the targets R.
+      mask: bool, the loss tokens.
+      clip: largest change of v; None or 0: the loss is 0.5 * (v - R)^2, old_values is not read.
+
+    Returns:
+      (loss, {"clipped"}): 1 where the clipped branch won, so that the token has no gradient.
+    """
     error = jnp.where(mask, values - returns, 0)
     if not clip:
         return 0.5 * jnp.square(error), {"clipped": jnp.zeros_like(error)}

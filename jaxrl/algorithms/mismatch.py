@@ -25,9 +25,12 @@ def mismatch_ratio(old, behaviour, mask, *, sequences=None, level="token"):
     than [R, S] are fine for level token.
 
     Args:
-      old, behaviour: log-probs in nats. mask: bool. sequences: ids, see numerics.py; for levels other than token.
+      old, behaviour: [R, S] log-probs in nats under the proximal and the behaviour policy. mask: bool, loss tokens.
+      sequences: int, id of the slot's sequence within its row, 0 = unused; for levels other than token.
+      level: a row of the table.
 
-    Raises ValueError for other levels, and where sequences is missing."""
+    Raises ValueError for other levels, and where sequences is missing.
+    """
     x = jnp.where(mask, jax.lax.stop_gradient(old) - jax.lax.stop_gradient(behaviour), 0)
     if level == "token":
         return masked_exp(x, mask)
@@ -46,8 +49,17 @@ def mismatch_weight(old, behaviour, mask, cap, *, sequences=None, level="token",
                                               capped behaviour weight (arXiv 2110.00641, 2505.24298)
         mask      rho * 1[low <= rho <= cap]  MIS; IcePop (arXiv 2510.18855) with low 0.5, cap 5
 
-    With level sequence or geometric, mask drops whole sequences. `low` acts with mask only. cap may be inf. The
-    other arguments are mismatch_ratio's. Raises ValueError for other actions, and as that does."""
+    With level sequence or geometric, mask drops whole sequences.
+
+    Args:
+      old, behaviour: [R, S] log-probs in nats under the proximal and the behaviour policy. mask: bool, loss tokens.
+      cap: largest ratio; may be inf. low: smallest ratio, read by mask only.
+      sequences: int, id of the slot's sequence within its row, 0 = unused; for levels other than token.
+      level: token, sequence (product of its tokens' ratios) or geometric (their geometric mean).
+      action: a row of the table.
+
+    Raises ValueError for other actions and levels, and where a level needs sequences that are missing.
+    """
     ratio = mismatch_ratio(old, behaviour, mask, sequences=sequences, level=level)
     if action == "truncate":
         return jnp.minimum(ratio, cap)
@@ -62,7 +74,14 @@ def off_policy_sequence_mask(logp, behaviour, advantage, mask, sequences, delta)
 
     DeepSeek-V3.2 (arXiv 2512.02556): a sequence is dropped where its advantage is negative and the mean of behaviour
     - logp over its loss tokens is above delta (nats). With advantages per token, their mean over the sequence
-    decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's)."""
+    decides (TRL decides per token). behaviour is the sampler's log-prob (slime takes the proximal policy's).
+
+    Args:
+      logp, behaviour: [R, S] log-probs in nats under the current policy and as sampled. advantage: [R, S].
+      mask: [R, S] bool, loss tokens.
+      sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused.
+      delta: bound on the mean gap, in nats.
+    """
     gap = sequence_mean(jax.lax.stop_gradient(behaviour) - jax.lax.stop_gradient(logp), mask, sequences)
     dropped = (sequence_mean(jax.lax.stop_gradient(advantage), mask, sequences) < 0) & (gap > delta)
     return (mask & ~dropped).astype(logp.dtype)

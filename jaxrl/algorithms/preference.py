@@ -236,11 +236,12 @@ def sppo(batch: PreferenceBatch):
 
 
 def aot(batch: PreferenceBatch):
-    """Computes paired AOT (arXiv 2406.05882): dpo's loss between order statistics of s_c - s_w and of r_c - r_w over
-    the step.
+    """Computes paired AOT (arXiv 2406.05882): `dpo`'s loss of d = beta (a - b), a and b order statistics of s_c - s_w
+    and of r_c - r_w over the step.
 
-    The k-th smallest difference under the policy is compared with the k-th smallest under the reference. Returns (mean
-    over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    The k-th smallest difference under the policy is compared with the k-th smallest under the reference: softplus(-d),
+    with label_smoothing eps > 0 (1 - eps) softplus(-d) + eps softplus(d). Returns (mean over pairs, its derivative by
+    s, [N] float64); symbols: PreferenceBatch.
     """
     ours, theirs = (np.subtract(*batch.sides(v)) for v in (batch.s, batch.r))
     order, beta = np.argsort(ours, kind="stable"), batch.options.beta
@@ -251,10 +252,12 @@ def aot(batch: PreferenceBatch):
 
 
 def aot_unpaired(batch: PreferenceBatch):
-    """Computes unpaired AOT (arXiv 2406.05882): dpo's loss between order statistics of x_c and of x_w over the step.
+    """Computes unpaired AOT (arXiv 2406.05882): `dpo`'s loss of d = beta (a - b), a and b order statistics of x_c and
+    of x_w over the step.
 
-    The k-th smallest x_c is compared with the k-th smallest x_w. Returns (mean over pairs, its derivative by s, [N]
-    float64); symbols: PreferenceBatch.
+    The k-th smallest x_c is compared with the k-th smallest x_w: softplus(-d), with label_smoothing eps > 0 (1 - eps)
+    softplus(-d) + eps softplus(d). Returns (mean over pairs, its derivative by s, [N] float64); symbols:
+    PreferenceBatch.
     """
     (x_c, x_w), beta = batch.sides(batch.x), batch.options.beta
     first, second = np.argsort(x_c, kind="stable"), np.argsort(x_w, kind="stable")
@@ -265,11 +268,10 @@ def aot_unpaired(batch: PreferenceBatch):
 
 
 def simpo(batch: PreferenceBatch):
-    """Computes SimPO (arXiv 2405.14734, eq. 6): softplus(-(beta (m_c - m_w) - gamma)), m = s / |y|, label_smoothing as
-    in `dpo`.
+    """Computes SimPO (arXiv 2405.14734, eq. 6): softplus(-d), d = beta (m_c - m_w) - gamma, m = s / |y|, gamma =
+    simpo_gamma; with label_smoothing eps > 0: (1 - eps) softplus(-d) + eps softplus(d).
 
-    No reference; gamma = simpo_gamma. Returns (mean over pairs, its derivative by s, [N] float64); symbols:
-    PreferenceBatch.
+    No reference. Returns (mean over pairs, its derivative by s, [N] float64); symbols: PreferenceBatch.
     """
     o, (n_c, n_w) = batch.options, batch.sides(batch.lengths)
     s_c, s_w = batch.sides(batch.s)
@@ -278,8 +280,8 @@ def simpo(batch: PreferenceBatch):
 
 
 def cpo(batch: PreferenceBatch):
-    """Computes CPO's preference part (arXiv 2401.08417, eq. 3): softplus(-beta (s_c - s_w)), label_smoothing as in
-    `dpo`.
+    """Computes CPO's preference part (arXiv 2401.08417, eq. 3): softplus(-d), d = beta (s_c - s_w); with
+    label_smoothing eps > 0: (1 - eps) softplus(-d) + eps softplus(d).
 
     No reference; the paper's other part is `nll`. Returns (mean over pairs, its derivative by s, [N] float64); symbols:
     PreferenceBatch.
@@ -322,10 +324,11 @@ def _mean_unpaired(batch: PreferenceBatch, gain, slope):
 
 
 def kto(batch: PreferenceBatch):
-    """Computes KTO (arXiv 2402.01306, eq. 8): mean of weight (1 - sigmoid(+-beta (x - z0))), + for good completions,
-    without gradient through z0.
+    """Computes KTO (arXiv 2402.01306, eq. 8): the mean over completions of weight (1 - sigmoid(v)), v = beta (x - z0)
+    for good completions and -beta (x - z0) for others, without gradient through z0.
 
-    Returns (mean over completions, its derivative by s, [N] float64); symbols: PreferenceBatch.
+    weight = desirable_weight for good completions, else undesirable_weight; the divisor is N, not the sum of weights.
+    Returns (that mean, its derivative by s, [N] float64); symbols: PreferenceBatch.
     """
     signed = np.where(batch.table.good, batch.options.beta, -batch.options.beta)
     v = signed * (batch.x - batch.z0)
@@ -333,7 +336,10 @@ def kto(batch: PreferenceBatch):
 
 
 def apo_zero_unpaired(batch: PreferenceBatch):
-    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0. Returns what `kto` returns."""
+    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0.
+
+    Returns (mean over completions, its derivative by s, [N] float64).
+    """
     return kto(batch._replace(z0=0.0))
 
 
@@ -402,9 +408,10 @@ def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0:
     """Computes the weighted sum of the losses that `options` name.
 
     Args:
+      policy_N, reference_N: [N] s and r, a completion's log-probs under policy and reference summed over its tokens, in
+        nats; reference_N is None if no loss reads it.
+      lengths_N: [N] tokens of each; counted as at least 1.
       table: pairs and labels of the N completions.
-      policy_N, reference_N: s and r of each completion; reference_N is None if no loss reads it.
-      lengths_N: tokens of each.
       options: all below `preference` (schema), or an object with these attributes.
       z0: kto's, max(0, mean of x over prompts with completions of other prompts) of the step.
 
@@ -412,7 +419,9 @@ def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0:
       (loss, dloss/ds [N] float64, metrics). The reward of a completion is the first loss's: beta x, of cpo and nll
       beta s, of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other completions.
       reward/margin is their difference, over pairs if there are any; reward/accuracy is the share of pairs whose chosen
-      completion has the larger reward, ties counting half."""
+      completion has the larger reward, ties counting half. With several losses loss/<name> is each one's value before
+      its weight.
+    """
     s = np.asarray(policy_N, np.float64)
     r = np.zeros(len(s)) if reference_N is None else np.asarray(reference_N, np.float64)
     batch = PreferenceBatch(s, r, np.maximum(np.asarray(lengths_N, np.float64), 1.0), table, float(z0), options)

@@ -22,7 +22,13 @@ def log_ratio(logp, old, mask, sequences, level):
     every token of its sequence; that of `sequence_token` is 1 with respect to its own token alone. Summed over a
     sequence with one advantage, both give the same.
 
-    Raises ValueError for other levels; the geometric one needs advantages, see `geometric_log_ratio`."""
+    Args:
+      logp, old: [R, S] current and proximal log-probs in nats. mask: [R, S] bool, loss tokens.
+      sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused; not read for level token.
+      level: a row of the table.
+
+    Raises ValueError for other levels; the geometric one needs advantages, see `geometric_log_ratio`.
+    """
     x = jnp.where(mask, logp - old, 0)
     if level == "token":
         return x
@@ -42,9 +48,15 @@ def geometric_log_ratio(logp, old, advantage, mask, sequences, clip_low, clip_hi
     -clip_low) where it is negative, x where it is 0: the min of the paper's surrogate, token by token, before the mean.
     The bounds are in nats, so that ratios lie in [exp(-clip_low), exp(clip_high)].
 
+    Args:
+      logp, old: [R, S] current and proximal log-probs in nats. advantage: [R, S]. mask: [R, S] bool, loss tokens.
+      sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused.
+      clip_low, clip_high: bounds on the log-ratio in nats, >= 0.
+
     Returns:
       (mean, low, high): `mean` [R, S] is the mean over the sequence's loss tokens at each of them, 0 where masked;
-        its gradient with respect to a token is 1/|y|, 0 where it was clipped. `low`, `high` bool: which bound acted."""
+        its gradient with respect to a token is 1/|y|, 0 where it was clipped. `low`, `high` bool: which bound acted.
+    """
     x = jnp.where(mask, logp - old, 0)
     advantage = jnp.where(mask, advantage, 0)
     low, high = (advantage < 0) & (x < -clip_low), (advantage > 0) & (x > clip_high)

@@ -20,8 +20,12 @@ def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
     """Returns M2PO's mask (arXiv 2510.01161), bool [T]: False at the tokens with the largest squared log-ratio, as few
     as bring the mean of (old - behaviour)^2 over the others below `threshold`.
 
-    old is the proximal policy's log-prob, behaviour the behaviour policy's, in nats; neither is read outside mask_T. At
-    least one token remains. True outside mask_T. The authors' code and AReaL take the tokens of one micro-batch.
+    At least one token remains. True outside mask_T. The authors' code and AReaL take the tokens of one micro-batch.
+
+    Args:
+      behaviour_T, old_T: [T] log-probs in nats of the behaviour and the proximal policy, not read outside mask_T.
+      mask_T: [T] bool, the loss tokens of the step.
+      threshold: bound on the second moment, in nats squared.
     """
     mask = np.asarray(mask_T, bool)
     keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
@@ -35,12 +39,18 @@ def second_moment_mask(behaviour_T, old_T, mask_T, threshold: float):
 
 
 def covariance_mask(old_T, advantage_T, mask_T, share: float, low: float, high: float, seed: int):
-    """Returns Clip-Cov's mask (arXiv 2505.22617), bool [T]: False on a random `share` of the step's tokens
+    """Returns Clip-Cov's mask (arXiv 2505.22617), bool [T]: False on a random `share` of the step's loss tokens
     (rounded down, at least one) among those whose covariance term (A - mean A) * (logp - mean logp) lies
-    between `low` and `high`.
+    between `low` and `high`; on all of those if they are fewer.
 
     Means are over mask_T. logp is the proximal policy's, which is the paper's at the first update of a batch; its
     authors take the current one's at each, and leave out tokens that the clip stops. True outside mask_T.
+
+    Args:
+      old_T, advantage_T: [T] the proximal policy's log-probs in nats and advantages A, not read outside mask_T.
+      mask_T: [T] bool, the loss tokens of the step.
+      share: of all loss tokens. low, high: bounds of the term, exclusive.
+      seed: of the random choice.
     """
     mask = np.asarray(mask_T, bool)
     keep, at = np.ones(len(mask), bool), np.flatnonzero(mask)
@@ -58,10 +68,15 @@ def sequence_ratio_mask(behaviour_T, old_T, mask_T, offsets, low: float, high: f
     """Returns a mask of whole completions, bool [T]: False on the tokens of those whose ratio of the proximal to the
     behaviour policy is below `low` or above `high`.
 
-    The ratio is exp of the mean of (old - behaviour) over a completion's tokens in mask_T (`mean`: the geometric mean
-    of its tokens' ratios), or of their sum (their product), in nats, not read outside mask_T. True outside mask_T and
-    where a completion has no such token. SkyRL's sequence_mask_metric, whose masked completions stay in the
-    denominators, too.
+    The log of the ratio is bounded to +-20. True outside mask_T, so on all of a completion without such tokens. SkyRL's
+    sequence_mask_metric, whose masked completions stay in the denominators, too.
+
+    Args:
+      behaviour_T, old_T: [T] log-probs in nats of the behaviour and the proximal policy, not read outside mask_T.
+      mask_T: [T] bool, the loss tokens.
+      offsets: [N+1]; completion i owns tokens offsets[i]:offsets[i+1].
+      mean: the ratio is exp of the mean of (old - behaviour) over a completion's tokens in mask_T (the geometric mean
+        of its tokens' ratios); False = of their sum (their product).
     """
     mask, offsets = np.asarray(mask_T, bool), np.asarray(offsets, np.int64)
     gap = np.where(mask, np.asarray(old_T, np.float64) - np.asarray(behaviour_T, np.float64), 0.0)
@@ -90,8 +105,10 @@ class StepTokens(NamedTuple):
 class TokenMask(NamedTuple):
     """A row of TOKEN_MASKS.
 
-    function: StepTokens -> bool [T], False on the tokens that add no policy loss. metric: the share of tokens left out.
-    columns: token columns that it needs; `old` is there where algorithm.old_logprobs=recompute.
+    Attributes:
+      function: StepTokens -> bool [T], False on the tokens that add no policy loss.
+      metric: name of the logged share of loss tokens that are left out.
+      columns: token columns that it needs; `old` is there where algorithm.old_logprobs=recompute.
     """
 
     function: Callable[[StepTokens], Any]

@@ -9,7 +9,9 @@ class Tokens(NamedTuple):
     """The inputs of a policy loss: arrays [R, S] over packed slots (R rows, S loss slots per row).
 
     Log-probs are in nats, float32, of the sampled token. Anything may stand where `mask` is false: mask before
-    arithmetic. Only `logp` and `entropy` carry a gradient."""
+    arithmetic. Only `logp` and `entropy` (nats) carry a gradient. `advantage` is one number per token, whitened and
+    clipped already if the config says so.
+    """
 
     logp: Any  # log-prob under the current policy
     old: Any  # log-prob under the proximal policy, around which ratios are taken
@@ -25,7 +27,9 @@ class Tokens(NamedTuple):
 class AdvantageInputs(NamedTuple):
     """The inputs of an advantage function: host numpy arrays of one step, N trajectories and T tokens.
 
-    Trajectory i owns tokens [offsets[i], offsets[i+1])."""
+    Trajectory i owns tokens [offsets[i], offsets[i+1]), prompt and observations included: only tokens where `mask` is
+    true were sampled. Log-probs are in nats, of the sampled tokens.
+    """
 
     scores: Any  # [N] float64, shaped rewards; NaN = absent
     groups: Any  # [N] prompt of the trajectory

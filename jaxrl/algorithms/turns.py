@@ -51,9 +51,12 @@ def _to_go(rewards_T, cells: _Cells, gamma):
 
 
 def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gamma):
-    """Returns advantages [T]: reward to go minus the mean reward to go of the group's other members at that turn.
+    """Returns advantages, float64 [T]: reward to go minus the mean reward to go of the group's other members at that
+    turn.
 
         A_k = G_k - 1/(n-1) sum over the n-1 other members of their G_k,  0 for those that have ended before turn k
+
+    with G_k = r_k + gamma * G_(k+1), r_k the sum of the turn's token rewards, n the scored members of the group.
 
     The baseline of a turn does not depend on its own trajectory, so with gamma 1 the expected gradient is that of the
     sum of rewards, also where the policy decides how many turns there are. (Not so where rewards are normalised per
@@ -61,13 +64,15 @@ def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gam
     https://github.com/verl-project/verl/issues/7244.) With one turn each it is the leave-one-out baseline of RLOO.
 
     Args:
+      rewards_T: [T] of `token_rewards`, read at loss tokens.
+      turn_T: [T] int numbers of turns, from 0, read at loss tokens; None = each trajectory is one turn.
       mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
-      rewards_T: of `token_rewards`, read at loss tokens. turn_T: int numbers of turns, or None.
-      groups_N: group of each trajectory. present_N: bool; those absent are no members and get 0.
+      groups_N: [N] group of each trajectory. present_N: [N] bool; those absent are no members and get 0.
       gamma: discount per turn.
 
-    Returns float64, 0 where not scored, in groups of fewer than two, and where all members have the same to go (within
-    1e-8). Raises ValueError for a loss token whose turn is negative."""
+    The result is 0 where not scored, outside mask_T, in groups of fewer than two, and where all members have the same
+    to go (within 1e-8). Raises ValueError for a loss token whose turn is negative.
+    """
     cells = _cells(turn_T, mask_T, offsets)
     to_go, centred = _to_go(rewards_T, cells, gamma), np.zeros(cells.shape)
     for members in _members(groups_N):
@@ -82,21 +87,26 @@ def turn_advantages(rewards_T, turn_T, mask_T, offsets, groups_N, present_N, gam
 
 
 def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, present_N, gamma, *, mean, std):
-    """Returns GiGPO's advantages [T] of a step among those taken in the same state (arXiv 2505.10978):
+    """Returns GiGPO's advantages, float64 [T], of a step among those taken in the same state (arXiv 2505.10978):
 
         A_S(k) = (G_k - mean of G over the anchor group) / std of G over the anchor group
 
-    An anchor group is the set of turns, over all members of a group, taken in one anchor state; a trajectory that
-    visits the state twice counts twice, as in the paper, verl-agent and ROLL. mean and std are `group_advantages`' (the
-    paper's F_norm is the std or 1; std with ddof 1, plus 1e-6). GiGPO is the group advantage of the trajectory plus
-    this, each with weight 1 in the paper and in ROLL's examples, with gamma 0.95.
+    with G_k = r_k + gamma * G_(k+1), r_k the sum of the turn's token rewards. An anchor group is the set of turns, over
+    all members of a group, taken in one anchor state; a trajectory that visits the state twice counts twice, as in the
+    paper, verl-agent and ROLL. GiGPO is the group advantage of the trajectory plus this, each with weight 1 in the
+    paper and in ROLL's examples, with gamma 0.95.
 
     Args:
-      anchor_T: int, id of the state in which a token's turn was decided, 0 = none.
-      the rest as `turn_advantages`'.
+      rewards_T: [T] of `token_rewards`, read at loss tokens.
+      turn_T: [T] int numbers of turns, from 0, read at loss tokens; None = each trajectory is one turn.
+      anchor_T: [T] int, id of the state in which a token's turn was decided, 0 = none.
+      mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
+      groups_N: [N] group of each trajectory. present_N: [N] bool; those absent are no members and get 0.
+      gamma: discount per turn.
+      mean, std: names of `group_advantages` (the paper's F_norm is the std or 1; std with ddof 1, plus 1e-6).
 
-    Returns float64, 0 where not scored, without an anchor state, and where a turn is alone in its state or all there
-    have the same to go (within 1e-8).
+    The result is 0 where not scored, outside mask_T, without an anchor state, and where a turn is alone in its state or
+    all there have the same to go (within 1e-8). Raises ValueError for a loss token whose turn is negative.
     """
     cells = _cells(turn_T, mask_T, offsets)
     turns, first, turn_of = np.unique(cells.flat, return_index=True, return_inverse=True)

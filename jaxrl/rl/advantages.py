@@ -32,7 +32,7 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
-    """Advantages of a batch and what else their estimator computes."""
+    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes."""
 
     tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
@@ -124,7 +124,10 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 
 
 class EstimatorInputs(NamedTuple):
-    """The inputs of an advantage estimator: the arguments of `advantages`, described there."""
+    """The inputs of an advantage estimator: the arguments of `advantages`, described there.
+
+    scores and baseline are [N] float64, NaN = absent; kl (nats) and values are [T]; N trajectories, T tokens of traj.
+    """
 
     options: Any
     traj: Any
@@ -174,15 +177,20 @@ class EstimatorInputs(NamedTuple):
 
 
 def outcome(inputs: EstimatorInputs) -> Advantages:
-    """Computes one advantage per sequence, at all its loss tokens: (score - kl.coef * summed KL - baseline) / scale,
-    with the baseline and scale of algorithms.group_advantages."""
+    """Computes one advantage per sequence, at all its tokens: (score - kl.coef * summed KL - baseline) / scale,
+    with the baseline and scale of algorithms.group_advantages. Absent scores give 0; `advantages` masks the tokens.
+    """
     numbers, zero = inputs.relative_to_group(inputs.scores_less_kl())
     return Advantages(inputs.traj.spread(numbers), None, zero)
 
 
 def returns(inputs: EstimatorInputs) -> Advantages:
     """Computes the discounted (gamma) sum of token rewards from each loss token to the trajectory's end, of scores
-    relative to their groups (algorithms.token_returns). Nothing is divided by the number of tokens."""
+    relative to their groups (algorithms.token_returns). Nothing is divided by the number of tokens.
+
+    The token rewards are the turns' (column `reward`), if there are any, the remainder of the score at the last loss
+    token, and -kl.coef * KL at each loss token. Tokens outside the loss get 0.
+    """
     numbers, zero = inputs.relative_to_group(inputs.scores)
     traj = inputs.traj
     tokens = token_returns(inputs.token_rewards(numbers), traj.loss_mask, traj.spans, inputs.options.gamma)
@@ -204,8 +212,11 @@ def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
 
 
 def turn_advantage(inputs: EstimatorInputs) -> Advantages:
-    """Computes the rewards from each turn on, minus the mean of the group's other members
-    (algorithms.turn_advantages)."""
+    """Computes the rewards from each turn on, discounted by turn_gamma, minus the mean of the group's other members
+    (algorithms.turn_advantages), at all loss tokens of the turn; 0 elsewhere.
+
+    Rewards are those of the raw scores, not relative to the group; nothing is divided by a deviation.
+    """
     rewards, number = inputs.token_rewards(inputs.scores), inputs.traj.columns.get("turn")
     tokens = turn_advantages(rewards, number, *inputs.turn_arguments)
     return Advantages(tokens, None, without_signal(inputs.traj, tokens))
@@ -244,7 +255,12 @@ def dpo(inputs: EstimatorInputs) -> Advantages:
 
 
 def user_advantages(inputs: EstimatorInputs) -> Advantages:
-    """Returns the advantages of a user's function (registered, or an import path). Raises ConfigError if it fails."""
+    """Returns the advantages of a user's function (registered, or an import path), spread over tokens if it returns
+    [N].
+
+    The function gets AdvantageInputs whose scores have kl.coef * summed KL subtracted. Raises ConfigError if it fails,
+    returns another shape than [N] or [T], or numbers at loss tokens that are not finite.
+    """
     name, traj, scores = inputs.options.advantage, inputs.traj, inputs.scores_less_kl()
     function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
     of_turns = {name: traj.columns[name] for name in ("turn", "reward", "anchor") if name in traj.columns}

@@ -87,9 +87,11 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> d
 
 
 def conversations(traj, tokenizer) -> list[list[dict]]:
-    """Decodes each trajectory into pieces {text, trained} for people to read, in order.
+    """Decodes each trajectory into pieces {text, trained} for people to read, in order; one list per trajectory.
 
     A sampled piece also has the number (`turn`) and `reward` of its turn; `opens` marks the beginning of a sequence.
+
+    traj: Trajectories. tokenizer: decodes lists of token ids (batch_decode).
     """
     mask, opens = traj.loss_mask, np.zeros(len(traj.tokens) + 1, bool)
     opens[traj.offsets] = True

@@ -71,15 +71,20 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
     unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
-    accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally.
+    accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally. Blind controls
+    (eval.controls) are scored as further sets, outside the metrics over all sets.
 
-    receive: takes results of requests that were in flight before the evaluation, or None.
+    Args:
+      s, job: session and job.
+      receive: takes results of requests that were in flight before the evaluation, or None.
 
     Returns:
-      (metrics "eval/<set>/<name>", records per set), the same on every process; both empty if a stop was requested.
+      (metrics "eval/<set>/<name>", of a control "eval/<set>/<control>/<name>", over all sets "eval/<name>"; records per
+      set), the same on every process; both empty if a stop was requested.
 
     Raises:
-      RunStopped: too many episodes failed because of their environment, or too many rewards failed."""
+      RunStopped: too many episodes failed because of their environment, or too many rewards failed.
+    """
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
     sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids,
@@ -119,10 +124,15 @@ def accurate(job, traj, examples, texts, result):
     """Adds the reward model's scores, if there is one, and decides which completions are accurate.
 
     A completion is accurate if its raw value of the reward eval.accuracy_from (the first reward if empty) is at least
-    reward.pass_mark. Aborted completions have the score NaN and are not accurate.
+    reward.pass_mark. Aborted completions have the score NaN and are not accurate, nor are those without that reward.
+
+    Args:
+      job: the job. traj: Trajectories of rows * eval.samples completions, row by row.
+      examples, texts: Example and completion text of each. result: their RewardResult.
 
     Returns:
-      (RewardResult, scores [N] float64, accurate [rows, eval.samples] bool)."""
+      (RewardResult, scores [N] float64: that reward, NaN = absent; accurate [rows, eval.samples] bool).
+    """
     c = job.config
     if job.reward_model is not None:
         result = job.reward_model.add_scores(with_own_pictures(traj, examples), examples, texts, result)
@@ -135,15 +145,21 @@ def accurate(job, traj, examples, texts, result):
 def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str = ""):
     """Completes and scores the rows of one held-out set.
 
-    Each process samples completions of its own rows and runs their rewards; then every process gets all, in row order.
+    Each process samples completions of its own rows and runs their rewards; then every process gets all, in row order,
+    eval.samples completions of a row one after the other. Collective.
 
     Args:
+      s, job: session and job.
       name: of the set. batch: [(position, Example)]. sampling: SamplingParams.
       receive: takes results of requests that were in flight before the evaluation, or None.
       control: name of the blind control whose pictures the rows have; "" = their own.
 
     Returns:
       (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested.
+
+    Raises:
+      RunStopped: more than env.max_failed_fraction of the episodes failed because of their environment, or too many
+        rewards failed.
     """
     c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
@@ -181,7 +197,8 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
 
 def stop_overdue(s):
     """Returns a function () -> bool: whether run.stop_seconds have passed since its first call after a stop was
-    requested."""
+    requested. s: session.
+    """
     seen = []
 
     def overdue() -> bool:
@@ -214,7 +231,11 @@ def _rewards(result) -> dict[str, float]:
 def write_records(run_dir, step: int, rows: dict[str, list[dict]], keep: bool = False) -> list[Path]:
     """Writes completions and scores per row to <run_dir>/eval/step_<step>_<set>.jsonl, each file atomically.
 
-    keep: a file that is there with other content stays; the new one is <set>_2, or the next number that is free.
+    Args:
+      run_dir: Path. step: completed steps, written with eight digits.
+      rows: set -> its records, one line each.
+      keep: a file that is there with other content stays; the new one is <set>_2, or the next number that is free.
+
     Returns the files.
     """
     files = []
@@ -281,9 +302,14 @@ def publish_latest(s, job):
 
 
 def evaluate_only(s, job) -> dict:
-    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
+    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config; writes the
+    records and prints the metrics.
 
-    Returns the content of summary.json. Raises as `publish_latest` and `evaluate` do.
+    s, job: session and job. Returns the content of summary.json: "evaluated", where the weights are from, and "eval",
+    the metrics as `summary` nests them.
+
+    Raises CheckpointError or ConfigError for a checkpoint that cannot be loaded (`publish_latest`), RunStopped where
+    too many episodes or rewards failed.
     """
     _, where = publish_latest(s, job)
     s.console.start("eval")

@@ -26,13 +26,17 @@ from jaxrl.types import FINISH
 class RecordedStep:
     """The completions of one recorded step, by prompt and by what rewards were passed.
 
+    Args:
+      record: records.files.Record of the step.
+      sampling: name -> value, the fork's options that a completion depends on (recording.sampling_options).
+
     Attributes:
       rows: (group, sample) -> number of the completion.
       scores: address of what reward functions were passed (items.address) -> number of the completion.
       functions: name -> RewardPool.keys() of the recorded run.
-      changed_options: sampling options whose values differ from the fork's. usable: there are none of these.
-
-    record: records.files.Record of the step."""
+      changed_options: sampling options whose values differ from the fork's.
+      usable: the record has its sampling options, and none of these differ.
+    """
 
     def __init__(self, record, sampling: dict):
         self.step, self.header, self.traj = record.step, record.header, record.part("traj")
@@ -162,10 +166,18 @@ class ForkSource:
         return None
 
     def score(self, pool, items, recorded: list[dict | None] | None = None, **how):
-        """Scores items as RewardPool.score does, with the same arguments, result and errors, reusing recorded rewards
-        of the same functions and inputs.
+        """Scores items with a reward pool, reusing recorded rewards of the same functions and inputs.
 
-        A function that scores items together is reused for a whole call or not at all."""
+        A function that scores items together is reused for a whole call or not at all.
+
+        Args:
+          pool: RewardPool. items: RewardItem of each completion.
+          recorded: per item None, or a record of RewardResult.records() whose functions are not called again.
+          how: further arguments of RewardPool.score: part, stop.
+
+        Returns:
+          RewardResult in the order of the items, or None after a stop. Raises what RewardPool.score raises.
+        """
         steps = list(self.steps.values())
         recorded = list(recorded or [None] * len(items))
         keys = pool.keys() if steps else {}

@@ -16,9 +16,10 @@ log = logging.getLogger("jaxrl")
 
 
 def accuracy_rewards(spec, result):
-    """Returns the raw values [N] of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
+    """Returns the raw values, float64 [N], of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
 
-    Those of the first reward where that one is used in evaluation only. result: RewardResult."""
+    Those of the first reward where that one is used in evaluation only. result: RewardResult.
+    """
     return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
 
@@ -64,9 +65,12 @@ def check_logprob_gap(limits, step: int, metrics: dict[str, float]) -> None:
 def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:
     """Returns the metrics of one batch of N completions: rewards, lengths, absences, packing, per source.
 
+    reward/mean and reward/std (ddof 0) are of shaped rewards, those of single rewards raw; absent ones are left out.
+    Lengths are in loss tokens. rollout/absent_fraction is over the requested completions, other fractions over N.
+
     Args:
-      batch: rl.rollouts.Batch. zero_signal: [N] bool, see Advantages. per_completion: [N] mean advantages.
-      layout: training.Layout of the update.
+      batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without any advantage.
+      per_completion: [N] mean advantages. layout: training.Layout of the update.
     """
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
@@ -113,7 +117,10 @@ def source_metrics(batch, sources) -> dict[str, float]:
 
 
 def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
-    """Returns the values of telemetry.names.HISTOGRAMS for one batch. (Current-policy log-probs stay on the device.)
+    """Returns name -> values of the histograms of one batch: length (loss tokens), reward (shaped, where present) and
+    advantage per completion; log_ratio (old less behaviour, nats) and staleness per loss token, where they are columns.
+
+    Current-policy log-probs have no histogram: they stay on the device.
 
     Args:
       batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them. per_completion: [N] mean advantages.

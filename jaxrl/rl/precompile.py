@@ -29,12 +29,13 @@ log = logging.getLogger("jaxrl")
 
 
 def may_precompile(platform: str, processes: int) -> bool:
-    """Whether a process may compile at any time, independently of the other processes.
+    """Returns whether a process may compile at any time, independently of the other processes.
 
     A GPU's compiler runs kernels to choose among them. XLA lets no other program run at the same time, but the
     processes of a job share the results: each waits, up to a day, for a result that another may never compute.
 
-    platform: "cpu", "gpu" or "tpu". processes: of the job."""
+    platform: "cpu", "gpu" or "tpu". processes: of the job.
+    """
     return processes == 1 or platform in ("cpu", "tpu")
 
 
@@ -71,8 +72,14 @@ def shape_of(micro, patches) -> tuple[int, int, int]:
 
 
 def batch(job, shape, columns, weights, routes: int = 0, kept: bool = True) -> PackedBatch:
-    """Returns a microbatch of ShapeDtypeStructs. shape: (rows, row length, patches of a row; 0 = no image). columns: as
-    returned by `columns`. kept: the policy's features are read where they are kept (roles.kept_features), not patches.
+    """Returns a microbatch of ShapeDtypeStructs, sharded as the job's batches are.
+
+    Args:
+      job: run.setup.Job.
+      shape: (rows, row length, patches of a row; 0 = no image).
+      columns: name -> (dtype, further dimensions), as returned by `columns`. weights: names of the loss terms.
+      routes: expert ids per token, 0 = none are replayed.
+      kept: the policy's features are read where they are kept (roles.kept_features), not patches.
     """
     rows, length, patches = shape
     where = sharding.batch_sharding(job.mesh)
@@ -101,7 +108,13 @@ def _images(job, rows: int, length: int, patches: int, where, kept: bool) -> Ima
 
 
 def update_batch(job, objective, shape, kept: bool = True) -> PackedBatch:
-    """Returns a microbatch of an update, of ShapeDtypeStructs. shape, kept: as in `batch`."""
+    """Returns a microbatch of an update, of ShapeDtypeStructs.
+
+    Args:
+      job: run.setup.Job. objective: names the columns and weights that the update reads.
+      shape: (rows, row length, patches of a row; 0 = no image).
+      kept: the policy's features are read where they are kept (roles.kept_features), not patches.
+    """
     found = routes(job.config, job, "sampled", "scored") if objective.routers else 0
     return batch(job, shape, columns(job.config, objective), objective.weights, found, kept)
 
@@ -124,8 +137,13 @@ def update_sums(job, update, state, microbatch) -> tuple:
 
 
 def lowered(update, state, carry, microbatch=None):
-    """Lowers the program that adds a microbatch's gradients to `carry` (`update_sums`); without a microbatch the
-    program of the optimizer step. Returns jax.stages.Lowered."""
+    """Lowers the program that adds a microbatch's gradients to `carry`; without a microbatch the program of the
+    optimizer step. Returns jax.stages.Lowered.
+
+    Args:
+      update: of training.make_update. state: a TrainState of arrays or shapes.
+      carry: shapes of (gradients, metrics), of `update_sums`. microbatch: PackedBatch of shapes, or None.
+    """
     if microbatch is None:
         state = state.replace(frozen={k: x for k, x in state.frozen.items() if not memory.rests(x)})
         return update.compiled(state)[2].lower(state, *carry)

@@ -52,22 +52,32 @@ class Recording:
                 self.header["config"] = files.write_config(self.folder, redacted(s.spec.asked))
 
     def is_due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) is recorded: the first and every record.every steps after it."""
+        """Returns whether step number `step` (from 1) is recorded: the first and every record.every steps after it."""
         return bool(self.options.every) and (step - 1) % self.options.every == 0
 
     def hash_states(self) -> states.Look:
-        """Digests the states that the step trains, on the device; dispatches programs and waits for none."""
+        """Digests the states that the step trains, on the device; dispatches programs and waits for none.
+
+        Returns records.states.Look, whose hashes and sample are device arrays until its `on_host`.
+        """
         return states.look_at(trained_states(self.roles), bool(self.s.spec.train.router_bias_rate))
 
     def before_update(self, batch, prepared) -> None:
-        """Keeps the batch, its columns and the hashes before the update, if the step is recorded."""
+        """Keeps the batch, its columns and the hashes before the update, if the step is recorded.
+
+        batch: rl.rollouts.Batch. prepared: rl.step.Prepared.
+        """
         self._begun = None
         if self.is_due(self.s.step + 1):
             before = self._newest[1] if self._newest[0] == self.s.step else self.hash_states()
             self._begun = {"batch": batch, "columns": prepared.columns, "seed": prepared.layout.seed, "before": before}
 
     def after_update(self, batch, metrics: dict) -> None:
-        """Writes the record of a completed step in the thread of telemetry, if the step is recorded."""
+        """Writes the record of a completed step in the thread of telemetry, if the step is recorded. A file that cannot
+        be written is logged; the run continues.
+
+        batch: not read; that of `before_update` is written. metrics: of the step, copied into the record.
+        """
         s, begun = self.s, self._begun
         if begun is None:
             return

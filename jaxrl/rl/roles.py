@@ -60,10 +60,14 @@ class Roles:
             self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """Returns score(params, traj, layout) -> [T] log-probs of the sampled tokens in nats, compiled for a role's
-        devices.
+        """Returns score(params, traj, layout) -> [T] float32 log-probs of the sampled tokens in nats, 0 at other
+        tokens, compiled for a role's devices.
 
-        The policy has its adapters, any other role none. role: "policy", "reference", or another name of a role."""
+        The policy has its adapters, any other role none. With algorithm.routes=scored the policy's returns a dict,
+        "logprob" [T] and "routes" [T, n * K] int16, instead (training.score.make_score).
+
+        role: "policy", "reference", or another name of a role.
+        """
         model = job.model if role == "policy" else job.model.base
         scored = job.config.algorithm.routes == "scored"
         if role != "policy" and job.mesh_of(role) is job.mesh and model is job.model and not scored:
@@ -107,10 +111,14 @@ class Roles:
     def columns(self, traj, layout) -> dict[str, np.ndarray]:
         """Computes the token columns of log-probs that the loss or the reward reads.
 
+        Args:
+          traj: Trajectories of the batch. layout: training.Layout to score it in.
+
         Returns:
-          name -> [T] log-probs (behaviour, old, ref), `support`, `behind_image` where rows may have images, and
-          `routes` [T, n * K] where the update replays routes: sampled routes, which proximal log-probs replay too, or
-          the routes of the pass for proximal log-probs.
+          name -> [T] log-probs in nats (behaviour, old, ref), `support` [T, K] int32, `behind_image` (1 or 0) where
+          rows may have images, and `routes` [T, n * K] where the update replays routes: sampled routes, which proximal
+          log-probs replay too, or the routes of the pass for proximal log-probs. With `support` all log-probs are of
+          the distribution cut to it.
         """
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
@@ -133,11 +141,12 @@ class Roles:
         return out
 
     def operations(self, step: int, count, traj) -> dict[str, float]:
-        """Returns flops/<phase> of the step that was just completed, over the completions that it trained on.
+        """Returns flops/<phase>, the floating-point operations of the step that was just completed, over the
+        completions that it trained on: score, update, and rollout if sampling runs on the job's own devices. Sampling
+        on servers is not counted.
 
         Args:
-          step: completed steps. count: telemetry.flops operations. traj: Trajectories. Sampling on
-            servers is not counted.
+          step: completed steps. count: telemetry.flops operations. traj: Trajectories.
         """
         epochs, shared = self.config.algorithm.ppo_epochs, self.config.train.share_prompts
         passes = (self.old_source == "recompute") + (self.reference is not None)
@@ -158,10 +167,11 @@ class Roles:
         return {} if self.reference is None else self.reference.after_step(self.policy, step, epoch)
 
     def kl(self, columns):
-        """Returns the KL estimates [T] in nats that are subtracted from the reward; None if kl.placement is not the
-        reward.
+        """Returns the KL estimates, float64 [T] in nats, that are subtracted from the reward, before kl.coef; None if
+        kl.placement is not the reward.
 
-        columns: as of `columns`, with old and ref."""
+        columns: as of `columns`, with old and ref, of which the estimate is taken (algorithms.kl_value).
+        """
         c = self.config
         return kl_value(columns["old"], columns["ref"], c.algorithm.kl.estimator) if c.kl_in_reward else None
 

@@ -46,9 +46,12 @@ SAMPLES, GREEDY = "train", "greedy"  # kinds: completions to train on; the greed
 
 
 class Batch(NamedTuple):
-    """N trajectories with their rewards, which one step trains on.
+    """N trajectories with their rewards, which one step trains on; T tokens.
 
-    traj: Trajectories. texts: of the completions. metrics: of sampling and rewards."""
+    Shaped scores are the weighted sums of rewards with the length penalties of reward.* and algorithm.overlong_*.
+
+    traj: Trajectories. texts: of the completions. metrics: of sampling and rewards.
+    """
 
     traj: Any
     groups: list  # PromptGroup of each
@@ -310,8 +313,11 @@ class Rollouts:
                      metrics, passed, addresses)
 
     def publish(self, params, version: int) -> None:
-        """Hands the weights after `version` completed steps to the engine. Raises TimeoutError as queue.publish
-        does."""
+        """Hands the weights after `version` completed steps to the engine.
+
+        Without rollout.partial it first waits for completions that have started. Raises TimeoutError if that takes more
+        than rollout.timeout_seconds. params: the model's parameter tree.
+        """
         self.queue.publish(params, version, self.spec.rollout.timeout_seconds, self.session.interrupted)
 
     def metrics(self, batch: Batch) -> dict[str, float]:
@@ -362,7 +368,10 @@ class Rollouts:
 def pass_rates(rows, config) -> dict[int, float]:
     """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
 
-    Groups without any such reward are left out. rows: of Round.
+    That reward is eval.accuracy_from, or the completion's first where it lacks that one. Completions without any reward
+    are not counted, groups of such completions left out.
+
+    rows: of Round. config: of the job.
     """
     values: dict[int, list[float]] = {}
     for _, _, group, _, record in rows:
@@ -374,9 +383,9 @@ def pass_rates(rows, config) -> dict[int, float]:
 
 
 def completed(groups, kind: str) -> list:
-    """Returns [(request, result, group)] of requests with a completion.
+    """Returns [(Request, Result, PromptGroup)] of requests with a completion.
 
-    Failed generations are dropped, not scored as wrong. kind: SAMPLES or GREEDY.
+    Failed generations are dropped, not scored as wrong. groups: PromptGroup, done. kind: SAMPLES or GREEDY.
     """
     requested = [(q, g.results[q.id], g) for g in groups for q in g.requests if q.key.stream == kind]
     return [row for row in requested if row[1].finish != "abort"]
@@ -389,7 +398,9 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
       criterion: a function of a dict (scores, rewards, completions, lengths, truncated of the group) that returns a
         bool; or the name of a reward; or None. Without a function, a group has signal if at least two of the raw scores
         (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
-      members: [N] bool, the group's completions in traj, texts and result."""
+      traj, texts, result: Trajectories, completion texts and RewardResult of N completions.
+      members: [N] bool, the group's completions among them.
+    """
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({
@@ -404,8 +415,12 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
     """Returns scores [N] normalised over their groups or the batch, float64; NaN (absent) stays NaN.
 
+    (score - mean) / (standard deviation + 1e-6) with ddof 1; scores that are all equal are not divided.
+
     Args:
-      groups: [N] group ids. mean, std: reward.norm_mean and norm_std, see algorithms.group_advantages."""
+      scores: [N], NaN = absent: left out of both statistics. groups: [N] group ids.
+      mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages.
+    """
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 

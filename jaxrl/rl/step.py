@@ -40,7 +40,10 @@ class StepLayout(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The token columns that an update reads of a batch, with the numbers that are logged."""
+    """The token columns that an update reads of a batch of T tokens, with the numbers that are logged.
+
+    Values are in units of the score; the KL is in nats, before kl.coef.
+    """
 
     layout: StepLayout
     columns: dict[str, np.ndarray]  # [T] by name
@@ -72,11 +75,18 @@ class Loop(NamedTuple):
 def one_step(loop: Loop) -> StepResult | None:
     """Runs one RL step of a run: rollout, log-probs, advantages, update.
 
+    Collective: every process calls it. The session advances by one step; records and histograms of the step are
+    written.
+
+    Args:
+      loop: session, job, roles and callbacks of the run.
+
     Returns:
       StepResult, or None if a stop was requested before the update.
 
     Raises:
       RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large.
+      ConfigError: a user's advantage or policy loss failed.
     """
     s, job, roles, rollouts, speed, *_ = loop
     c, batch = s.spec, loop.next_batch(s.progress)
@@ -126,7 +136,11 @@ def next_while_resting(s: Session, job: Job, policy, rollouts: Rollouts, progres
 def lay_out(spec, row_shapes, traj, step: int, score_shapes=None) -> StepLayout:
     """Places the sequences of a batch in rows, microbatches and minibatches.
 
+    The update has at most as many minibatches as the batch has prompt groups. Scoring has one minibatch where its
+    shapes differ, else the update's.
+
     Args:
+      spec: the job's Spec.
       row_shapes: training.RowShapes of the update. score_shapes: those of log-probs without gradient; None = the same.
       traj: Trajectories. step: completed steps of the run; with run.seed it decides the minibatches.
 
@@ -148,10 +162,14 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
     Changes only the critic's running statistics of returns.
 
     Args:
+      spec: the job's Spec. roles: policy, critic and reference.
       batch: rl.rollouts.Batch. layout: of `lay_out`.
 
     Returns:
-      Prepared, whose columns are what `learn` packs.
+      Prepared, whose columns are what `learn` packs: [T] by name, log-probs in nats, advantages as float32.
+
+    Raises:
+      ConfigError: a user's advantage function failed.
     """
     critic, traj, values = roles.critic, batch.traj, None
     columns = roles.columns(traj, layout.score)
@@ -173,15 +191,17 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
 
 
 def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=lambda: None) -> dict[str, float]:
-    """Runs all optimizer steps on a batch, the critic's first.
+    """Runs all optimizer steps on a batch, the critic's first; the policy's not in the first critic.warmup_steps steps.
 
     Args:
+      spec: the job's Spec. roles: policy and critic, whose states it replaces.
       batch: rl.rollouts.Batch. prepared: of `prepare`.
       step: completed steps of the run. meanwhile: called after each optimizer step was dispatched,
         while the device works.
 
     Returns:
-      Metrics: means over the optimizer steps, maxima of the gaps.
+      Metrics: means over the optimizer steps, maxima of the gaps; with train.max_step_kl also those of
+      step_kl.StepLimit.enforce. The critic's are named value/*.
 
     Raises:
       RunStopped: optimizer.max_nonfinite updates in a row were not finite.
@@ -203,10 +223,13 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
 
 
 def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: None) -> list:
-    """Runs the policy's optimizer steps on one batch; returns the metrics of each, which stay on the device.
+    """Runs the policy's optimizer steps on one batch, ppo_epochs passes over its minibatches; returns the metrics of
+    each, which stay on the device.
 
     Args:
-      policy: roles.role.Policy. meanwhile: called after each optimizer step was dispatched.
+      spec: the job's Spec. policy: roles.role.Policy, whose state is replaced.
+      batch: rl.rollouts.Batch. prepared: of `prepare`.
+      meanwhile: called after each optimizer step was dispatched.
     """
     traj, a, pending = policy.shown(batch.traj), spec.algorithm, []
     weigh = make_loss_weigher(spec, batch, prepared.columns)
@@ -223,11 +246,16 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns a function minibatch -> {loss term: weights [T]} for one batch.
+    """Returns a function minibatch -> {loss term: weights [T] float64} for one batch.
 
-    Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked. The function's
-    attribute `masked_fractions` maps a metric to the share of loss tokens that its mask (shared prefix, second
-    moment, covariance) leaves out.
+    Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
+    sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
+    moment, covariance, ratio of the completion). Masked tokens stay in the denominators. The function's attribute
+    `masked_fractions` maps a metric to the share of the batch's loss tokens that its mask leaves out.
+
+    Args:
+      spec: the job's Spec. batch: rl.rollouts.Batch.
+      columns: [T] by name: advantage, behaviour, and old where it is scored.
     """
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
@@ -252,7 +280,13 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
     """Returns name -> value of the host metrics of one step: of its completions, its advantages and the critic's
     values.
 
-    per_completion: [N] mean advantage over the loss tokens of each completion."""
+    Values and the KL (nats, before kl.coef) are means over loss tokens; accuracy/train is the share of completions
+    whose raw reward reaches reward.pass_mark, an absent one counting as below it.
+
+    Args:
+      spec: the job's Spec. batch: rl.rollouts.Batch. prepared: of `prepare`.
+      per_completion: [N] mean advantage over the loss tokens of each completion.
+    """
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics
     if prepared.values is not None:

@@ -22,10 +22,11 @@ MARGIN = 0.95  # of the step length that a quadratic KL would allow
 def k3(before, after, mask) -> float:
     """Estimates KL(before || after) in nats per token on tokens that `before` drew.
 
-    The mean over mask of r - 1 - log r, r = p_after / p_before (http://joschu.net/blog/kl-approx.html).
+    The mean over mask of r - 1 - log r, r = p_after / p_before (http://joschu.net/blog/kl-approx.html); log r is
+    bounded to +-50 in r alone.
 
     Args:
-      before, after: [T] log-probs. mask: [T] bool.
+      before, after: [T] log-probs in nats, not read outside mask. mask: [T] bool.
 
     Returns:
       The estimate; inf if a log-prob is not finite, 0 for an empty mask.

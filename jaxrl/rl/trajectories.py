@@ -63,7 +63,7 @@ def make_requests(
 
 
 def collect(requests, results, max_sequence_tokens: int = 0, images=None) -> Trajectories:
-    """Builds Trajectories from requests and their results (paired), in request order.
+    """Builds Trajectories from N Request and their N Result, in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
     a turn opens another. The columns are those of types.Trajectories.
@@ -172,7 +172,8 @@ def reward_items(traj: Trajectories, examples, decode, prefix: str = "", texts=N
     A completion's text is its last turn, for rewards and people; it is never encoded again.
 
     Args:
-      examples: Example of each trajectory. decode: as returned by data.completion_texts.
+      traj: N trajectories. examples: Example of each trajectory.
+      decode: [ids of each completion] -> [text], as returned by data.completion_texts.
       prefix: data.response_prefix, which rewards see before the text. texts: the texts, if they are known already.
       images: the job's ImageSource, None in a job of text.
     """
@@ -292,7 +293,8 @@ def exchange_results(session, what: str, results: list[Result], rows, meta=None)
     """Gathers every process's results. Collective.
 
     Args:
-      what: tag of the call, the same on all processes. rows: a JSON-able list per result. meta: JSON-able.
+      session: run.session.Session. what: tag of the call, the same on all processes.
+      results: of this process. rows: a JSON-able list per result. meta: JSON-able.
 
     Returns:
       ({request id: (result, *its row)} over all processes, [meta of each process]).

@@ -53,7 +53,10 @@ class Rule:
 class Optimizers:
     """The optimizers of an adapter set, in the order of the adapters' numbers; replaces one optax transformation.
 
-    model: with the adapter set. each: Rule of every adapter."""
+    Attributes:
+      model: jaxrl.models.Model with the adapter set.
+      each: Rule of every adapter.
+    """
 
     model: Any
     each: tuple[Rule, ...]
@@ -71,9 +74,17 @@ class Optimizers:
 
 def init_state(trainable, frozen, optimizer: Optimizers, fp16: bool = False, router_load=None,
                loss_scale: float = 2.0**15) -> TrainState:
-    """Returns the state of an adapter set before the first update; `router_load` is not used.
+    """Returns the state of an adapter set before the first update; `opt_state`, `step` and `stats` are tables by
+    adapter.
 
-    Like training.init_state, but `opt_state`, `step` and `stats` are tables by adapter. Pure, so it can be jitted.
+    Pure, so it can be jitted.
+
+    Args:
+      trainable, frozen: flat dicts of parameters; `trainable` holds those of all adapters.
+      optimizer: those of the adapters.
+      fp16: keep counters for dynamic loss scaling, of each adapter.
+      router_load: not used.
+      loss_scale: first loss scale in fp16.
     """
     model = optimizer.model
     each = {one.name: init_one(adapter_set.take_leaves(model, k, trainable), {}, one.rule, fp16, loss_scale=loss_scale)
@@ -94,9 +105,10 @@ def metrics_of_adapter(metrics: dict, name: str) -> dict:
 
 
 def make_scaled(model, objectives: dict):
-    """Returns scaled(trainable, frozen, batch, stats) -> (sum of the adapters' losses, metrics of all adapters).
+    """Returns scaled(trainable, frozen, batch, stats) -> ([] sum of the adapters' losses, metrics of all adapters).
 
-    In fp16 each adapter's loss is multiplied by the adapter's loss scale before the sum.
+    A token's weights count for the adapter of the token that predicts it and are 0 for the others. In fp16 each
+    adapter's loss is multiplied by the adapter's loss scale before the sum.
 
     Args:
       model: jaxrl.models.Model with an adapter set.
@@ -123,6 +135,9 @@ def make_scaled(model, objectives: dict):
 
 def make_apply(optimizers: Optimizers, applies: list):
     """Returns apply(state, grads, metrics) -> (state, metrics): one optimizer step of each adapter that has tokens.
+
+    An adapter without a token in the step keeps its parameters, optimizer state and counters. `grads` is a flat dict of
+    all adapters' gradients; the metrics are named adapter/<name>/<metric>, with `held` (1 or 0: whether it has tokens).
 
     Args:
       optimizers: those of the adapter set.
@@ -175,5 +190,5 @@ def mean_over_adapters(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def is_adapter_set(state: TrainState) -> bool:
-    """Whether a state holds an adapter set: its counters are then tables by adapter."""
+    """Returns whether a state holds an adapter set: its counters are then tables by adapter."""
     return isinstance(state.step, dict)

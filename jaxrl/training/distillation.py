@@ -26,11 +26,13 @@ class Distillation(Objective):
 
     With `teacher` the divergence is over the whole vocabulary, from the column "teacher_hidden" and the head that the
     parameters hold under TEACHER (as wide as the student's). Without it, the divergence is over the columns
-    "teacher_ids" (-1 = no token) and "teacher_logprobs".
+    "teacher_ids" (-1 = no token) and "teacher_logprobs" (nats).
 
     Attributes:
       temperature: of the student.
-      kind, beta, tail: as in algorithms.distillation.
+      kind: "forward" KL(teacher || student), "reverse" KL(student || teacher), or "jsd".
+      beta: the teacher's share of jsd's mixture, in (0, 1).
+      tail: with columns of log-probs, one more outcome for all other tokens (algorithms.distillation.with_tail).
       coef: factor on the divergence.
       ce: share of the cross-entropy on demonstrations, whose weights are w_positive; read if > 0.
       teacher: the teacher's Model, or None.
@@ -60,11 +62,18 @@ class Distillation(Objective):
 
     @jax.named_scope("loss")
     def loss(self, outputs, batch, entropy_coef=None):
-        """Computes the sum of token divergences weighted by "policy", mixed with the negative log-likelihood weighted
-        by "positive".
+        """Computes the sum of token divergences d (nats) weighted by "policy", mixed with the negative log-likelihood
+        weighted by "positive"; the weights hold 1/denominator and are 0 outside the loss.
 
-        Returns ((1 - ce) coef sum w d + ce sum w nll, metrics: distill/divergence as a token mean, distill/nll if ce
-        > 0)."""
+        Args:
+          outputs: objective.Outputs of the student's forward pass. batch: PackedBatch with the columns and weights that
+            this names.
+          entropy_coef: not used.
+
+        Returns ([] (1 - ce) coef sum w d + ce sum w nll, metrics: distill/divergence as a token mean, distill/nll if ce
+        > 0; from columns of log-probs also policy/entropy, policy/logprob and distill/teacher_mass, the teacher's
+        probability of the listed tokens, as token means).
+        """
         apart, metrics = self._sparse(outputs, batch) if self.teacher is None else self._whole(outputs, batch)
         mean = lambda x: jnp.sum(outputs.token * jax.lax.stop_gradient(x))  # noqa: E731
         loss = (1 - self.ce) * self.coef * jnp.sum(batch.weights["policy"] * apart)

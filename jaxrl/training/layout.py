@@ -51,7 +51,13 @@ class Room(NamedTuple):
 class Microbatch:
     """Rows that are computed together; a microbatch has one of the shapes of RowShapes.
 
-    row_length: tokens of a row."""
+    Attributes:
+      row_length: tokens of a row.
+      rows: the blocks of each row, padded with empty rows to a static count.
+      ranks: parts that each row is cut into (training.ranks).
+      windows: attention window of each layer, 0 = none, by which the work of tokens is known.
+      patches: of images, for which each row has room.
+    """
 
     row_length: int
     rows: tuple[tuple[Block, ...], ...]  # padded with empty rows to a static count
@@ -62,7 +68,7 @@ class Microbatch:
 
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
-    """The microbatches of one optimizer step and the sequences in them."""
+    """The microbatches of one optimizer step and the indices of the sequences in them."""
 
     sequences: np.ndarray
     microbatches: tuple[Microbatch, ...]
@@ -97,9 +103,14 @@ class Layout:
 class RowShapes:
     """Static shapes of packed rows.
 
-    lengths: row lengths, ascending, multiples of `ranks`.
-    counts: row counts of each length, descending, multiples of `shards`.
-    ranks, windows: as in Microbatch.
+    Attributes:
+      lengths: row lengths, ascending, multiples of `ranks`.
+      counts: row counts of each length, descending, multiples of `shards`.
+      shards: data shards, among which the rows of a microbatch are divided.
+      ranks: parts that each row is cut into (mesh.cp).
+      windows: attention window of each layer, 0 = none.
+      recurrent: whether rows have room for so many chunks only (kernels.recurrence).
+      patches: of images, for which a row of each length has room; () = no images.
     """
 
     lengths: tuple[int, ...]
@@ -112,7 +123,7 @@ class RowShapes:
 
     @property
     def rooms(self) -> tuple[Room, ...]:
-        """Returns the room of a row of each length."""
+        """The room of a row of each length, in tokens and patches."""
         return tuple(map(Room, self.lengths, self.patches or (0,) * len(self.lengths)))
 
 
@@ -245,8 +256,9 @@ def row_patches(lengths, patches_Qx2: np.ndarray, tokens_Q: np.ndarray, unit: in
     holds whole, and at least those of the sequence that has most. Room for a part of a sequence would stay empty.
 
     Args:
-      lengths: row lengths.
-      patches_Qx2: as Sizes.patches, of the data. tokens_Q: of its sequences, or of prompts with all their completions.
+      lengths: row lengths in tokens.
+      patches_Qx2: [Q, 2] int patches in the prompt and after it, of each sequence of the data.
+      tokens_Q: [Q] int tokens of these sequences, or of prompts with all their completions.
       unit: what results are multiples of.
 
     Returns a count for each length; () for data without images.
@@ -343,10 +355,11 @@ def attention_work(block: Block, prompts, completions) -> int:
     """Returns the number of (query, visible key) pairs: within the prompt, and each completion's with the prompt and
     itself.
 
-    A block of one sequence counts it as a whole.
+    Windows are not counted, and a block of one sequence counts it as a whole.
 
     Args:
-      prompts, completions: [N] tokens of each sequence's prompt and completion."""
+      prompts, completions: [Q] int tokens of each sequence's prompt and completion.
+    """
     prompt, own = int(prompts[block.sequences[0]]), completions[list(block.sequences)].astype(np.int64)
     if len(own) == 1:
         prompt, own = 0, own + prompt

@@ -49,11 +49,14 @@ class Outputs:
     """Outputs of a model for one packed microbatch; log-probs and values are computed when an objective reads them.
 
     Attributes:
-      hidden: [R, S, D], the states that predict the loss slots, from one forward pass.
-      token: [R, S] weight "token"; mask: where it is positive.
+      model: jaxrl.models.Model. params: nested parameter tree. batch: PackedBatch on the devices.
+      objective: whose temperature and chunk the log-probs take.
+      hidden: [R, S, D] in the compute dtype, the states that predict the loss slots, from one forward pass.
+      token: [R, S] float32 weight "token"; mask: bool, where it is positive.
       auxiliary: {name: output of the layers summed over them} (balance of experts ...); {} for a dense model.
 
-    params: nested parameter tree. batch: PackedBatch on the devices."""
+    A column "dropout" in the batch switches on the adapters' dropout; its largest number is the seed.
+    """
 
     def __init__(self, model, params, batch, objective: Objective):
         if "dropout" in batch.columns:  # the same number at all tokens of a microbatch
@@ -77,13 +80,15 @@ class Outputs:
                            temperature=self.objective.temperature, chunk=self.objective.chunk)
 
     def logprobs(self):
-        """Returns (log-probs of the targets [R, S], entropies [R, S], {metric: their token means})."""
+        """Returns (log-probs of the targets [R, S], entropies [R, S], {metric: their token means, []}): fp32, in nats,
+        0 where mask is False. The metrics carry no gradient.
+        """
         logp, entropy = self._of_targets
         mean = lambda x: jnp.sum(self.token * jax.lax.stop_gradient(x))  # noqa: E731
         return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
 
     def values(self):
-        """Returns the values [R, S] of the value head."""
+        """Returns the values [R, S] of the value head at all slots, not masked."""
         return values(self.params, self.hidden)
 
 
@@ -107,9 +112,16 @@ class Objective:
     Attributes:
       columns, weights: names in PackedBatch that the loss reads.
       needs: whose log-probs or values the loss needs: "old" (the policy before the step), "reference", "critic".
-
-    temperature: logits are divided by it. max_grad_norm: 0 = no clipping. fp16: whether the loss is scaled.
-    router_z, router_bias_rate: see training.router."""
+      temperature: logits are divided by it.
+      chunk: loss tokens whose logits exist at once.
+      max_grad_norm: global norm to which the gradient is clipped; 0 = no clipping.
+      fp16, loss_scale: whether the loss is scaled, and how the scale moves.
+      router_balance, router_z, router_bias_rate: of a model with experts, the coefficients of the loss terms and the
+        step of the bias, see training.router; 0 = off.
+      routers: whether the loss and metrics include these terms.
+      entropy_target: target of an adaptive entropy bonus in nats per token; 0 = none.
+      may_stop: whether updates may be skipped (`stops`).
+    """
 
     temperature: float = 1.0
     chunk: int = 1024          # loss tokens whose logits exist at once
@@ -133,10 +145,11 @@ class Objective:
           entropy_coef: [] adaptive coefficient of the entropy bonus; None = the fixed one.
 
         Returns:
-          (sum of weight * token loss, [] fp32, with weight 0 outside the loss; {metric: [] contribution, which is
-          summed over microbatches}).
+          (sum of weight * token loss, [] fp32, with weight 0 outside the loss; {metric: [] contribution of the
+          microbatch}, which training.update.reduction_of combines: a few by maximum, all others by sum).
 
-        Raises TypeError here: every subclass that trains has a loss of its own."""
+        Raises TypeError here: every subclass that trains has a loss of its own.
+        """
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def stops(self, already, metrics):
@@ -151,7 +164,9 @@ class NextToken(Objective):
     """Minimises -sum_t w_policy * logp: supervised fine-tuning, and with `sequence_weights` any loss of sequences."""
 
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; metrics of Outputs.logprobs)."""
+        """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; policy/entropy and policy/logprob,
+        token means without gradient).
+        """
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
 
@@ -169,7 +184,10 @@ class Score(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Value(Objective):
-    """Minimises the critic's loss, sum_t w_token * value loss (algorithms.value_loss, clipped at `clip`)."""
+    """Minimises the critic's loss, sum_t w_token * value loss: a mean over the loss tokens of the optimizer step.
+
+    clip: bound on the change of a value from "old_value", see algorithms.value_loss; 0 = off.
+    """
 
     clip: float = 0.0
 
@@ -201,8 +219,13 @@ class PolicyGradient(Objective):
     sum_t w_policy * (factor * policy loss + kl.coef * kl) - entropy_coef * w_token * entropy
     + positive_nll_coef * w_positive * nll + value_coef * value loss; factor = mismatch weight and sequence mask.
 
-    options: the resolved config.algorithm, and `user`, the table config.user. A policy loss gets them as its `cfg`, so
-    a new option of a loss needs a row in the schema and nothing here.
+    Attributes:
+      options: the resolved config.algorithm, and `user`, the table config.user. A policy loss gets them as its `cfg`,
+        so a new option of a loss needs a row in the schema and nothing here.
+      staleness: first values of the buckets of column "staleness" in which the log-prob gap is shown; () = none.
+      images: whether rows may have images: the gap is shown by column "behind_image", too.
+      value_coef: > 0: the policy's own trunk has a value head, whose loss is added with this factor.
+      value_clip: bound on the change of a value in that loss; 0 = off.
     """
 
     options: Any = None
@@ -230,7 +253,9 @@ class PolicyGradient(Objective):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Token columns that the loss reads, as the algorithm's options decide."""
+        """Token columns that the loss reads: always behaviour and advantage; by the algorithm's options staleness,
+        behind_image, old, ref, support, and return with old_value.
+        """
         o = self.options
         return ("behaviour", "advantage", *["staleness"] * bool(self.staleness),
                 *["behind_image"] * self.images, *["old"] * self.scores_old,
@@ -253,8 +278,15 @@ class PolicyGradient(Objective):
         return bool(self.options.early_stop_ratio or self.options.early_stop_kl)
 
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (policy_terms of the outputs' log-probs, plus value_coef times the value loss; the metrics of
-        both)."""
+        """Computes the policy's terms, plus value_coef times the value loss (weight "token") if the trunk has a value
+        head.
+
+        Args:
+          outputs: Outputs of the forward pass. batch: PackedBatch with the columns and weights that this names.
+          entropy_coef: [] adaptive coefficient of the entropy bonus; None = options.entropy_coef.
+
+        Returns ([] sum of weight * token loss; {metric: [] contribution of the microbatch}).
+        """
         logp, entropy, metrics = outputs.logprobs()
         loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)
         if self.value_coef:
@@ -265,9 +297,19 @@ class PolicyGradient(Objective):
     @jax.named_scope("loss")
     def policy_terms(self, logp, entropy, batch, token, mask, entropy_coef):
         """Computes all terms of the policy's loss from log-probs and entropies [R, S]: policy loss, KL, entropy bonus,
-        positive NLL.
+        positive NLL. Policy loss and KL have the weight "policy", the entropy bonus the weight "token", the NLL
+        "positive".
 
-        token, mask: [R, S] weights of a token mean and bool. Returns ([] weighted sum of the terms, metrics)."""
+        Args:
+          logp, entropy: [R, S] of the current policy, in nats, with gradient.
+          batch: PackedBatch, whose weights hold 1/denominator.
+          token, mask: [R, S] weights of a token mean, and bool: where they are positive.
+          entropy_coef: [] adaptive coefficient; None = options.entropy_coef.
+
+        Returns ([] weighted sum of the terms; {metric: [] contribution of the microbatch}).
+
+        Raises ConfigError, while tracing, for a user's policy loss that fails (`applied_policy_loss`).
+        """
         o, weight, columns, fixed = self.options, batch.weights["policy"], batch.columns, jax.lax.stop_gradient(logp)
         old = columns["old"] if self.scores_old else fixed
         behaviour, ref = columns.get("behaviour"), columns.get("ref")
@@ -365,10 +407,13 @@ class PolicyGradient(Objective):
 
 
 def applied_policy_loss(tokens: Tokens, options):
-    """Computes (loss of each token [R, S], stats) with options.policy_loss.
+    """Computes (loss of each token [R, S], stats) with options.policy_loss; nothing is weighted or summed.
 
-    Raises ConfigError, while tracing, if a user's function raises, or returns anything but a loss of the shape and
-    dtype of tokens.logp and a dict.
+    Args:
+      tokens: inputs of the loss. options: the resolved config.algorithm with `user`; passed on as the loss's cfg.
+
+    Raises ConfigError, while tracing, if a user's function raises, or returns anything but a loss of the shape of
+    tokens.logp in floating point and a dict; ValueError for a name that is not registered.
     """
     name, shape = options.policy_loss, tokens.logp.shape
     wanted = "a loss per token with the shape and dtype of tokens.logp, and a dict to log (docs/guides/extend.md)"
@@ -429,7 +474,11 @@ def sequence_weights(traj, derivative_N) -> dict[str, np.ndarray]:
     so packing, microbatches and mesh cannot change the gradient.
 
     Args:
-      derivative_N: dL/ds_i, already divided by L's denominator.
+      traj: Trajectories with N trajectories.
+      derivative_N: [N] dL/ds_i, already divided by L's denominator.
+
+    Returns:
+      {"policy": w at the loss tokens; "token": 1 / number of loss tokens there}, float64 [T], 0 elsewhere.
     """
     count = max(int(traj.loss_mask.sum()), 1)
     return {"policy": np.where(traj.loss_mask, -traj.spread(np.asarray(derivative_N, np.float64)), 0.0),
@@ -443,10 +492,12 @@ def score_weights(traj, derivative_K) -> dict[str, np.ndarray]:
     w = dL/ds, by the chain rule.
 
     Args:
-      derivative_K: dL/ds of the slots in the order of the batch, already divided by L's denominator.
+      traj: Trajectories with K loss tokens, as training.slots builds them.
+      derivative_K: [K] dL/ds of the slots in the order of the batch, already divided by L's denominator.
 
     Returns:
-      {"policy": w at the loss tokens, 0 elsewhere; "token": 1 / number of loss tokens there}."""
+      {"policy": w at the loss tokens; "token": 1 / number of loss tokens there}, float64 [T], 0 elsewhere.
+    """
     weights = np.zeros(len(traj.tokens))
     weights[traj.loss_mask] = derivative_K
     return {"policy": weights, "token": traj.loss_mask / max(int(traj.loss_mask.sum()), 1)}

@@ -19,12 +19,17 @@ from jaxrl.errors import ConfigError
 
 
 def warmup_updates(config, total_updates: int) -> int:
-    """Returns how many updates of a run the learning rate rises."""
+    """Returns how many updates of a run the learning rate rises: warmup_fraction of total_updates, rounded, if that is
+    positive, else warmup_steps. config: config.optimizer.
+    """
     return round(config.warmup_fraction * total_updates) if config.warmup_fraction > 0 else config.warmup_steps
 
 
 def schedule_text(config, total_updates: int) -> str:
-    """Returns the schedule of the learning rate in words, with its warm-up, and whether the run ends within it."""
+    """Returns the schedule of the learning rate in words, with its warm-up, and whether the run ends within it.
+
+    config: config.optimizer. total_updates: of the run.
+    """
     warmup = warmup_updates(config, total_updates)
     ends = f", which this run of {total_updates} does not leave" if total_updates <= warmup else ""
     return config.schedule + (f" after {warmup} updates of warm-up{ends}" if warmup else "")
@@ -33,8 +38,14 @@ def schedule_text(config, total_updates: int) -> str:
 def make_schedule(config, total_updates: int):
     """Returns the learning rate as a function of the number of applied updates.
 
-    Linear warm-up from warmup_start * lr to lr, then constant, linear, cosine (to floor * lr over decay_steps, by
-    default all remaining updates), or wsd: constant and a decay over the last decay_steps, shaped by decay_shape.
+    Linear warm-up from warmup_start * lr to lr (the first update already moves: update i of w, from 0, uses (i + 1) / w
+    of the way), then constant; linear or cosine, both to floor * lr over decay_steps, by default all remaining updates;
+    or wsd: constant and a decay to floor * lr over the last decay_steps, by default a tenth of the run, shaped by
+    decay_shape.
+
+    Args:
+      config: config.optimizer.
+      total_updates: optimizer updates of the whole run.
     """
     c = config
     warmup = warmup_updates(c, total_updates)
@@ -84,6 +95,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
     first match wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
+    Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone, so weight
+    decay, b1, b2 and eps of the config do not reach it.
 
     Args:
       config: config.optimizer.
@@ -92,7 +105,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
       layers: parameter name -> numbers of its layers (models.decoder.layers_of), more than one if it is stacked; needed
         only with layer_decay.
 
-    Raises ConfigError for unknown keys of a group and for a pattern that matches no parameter.
+    Raises ConfigError for unknown keys of a group and for a pattern that matches no parameter; TypeError for
+    layer_decay without layers.
     """
     if config.layer_decay != 1 and layers is None:
         raise TypeError("optimizer.layer_decay needs the argument layers, the layer numbers of every parameter")
@@ -170,7 +184,9 @@ ADAPTERS_OWN = ("lr", *CRITICS_OWN)
 
 
 def critics_optimizer(config):
-    """Returns the critic's optimizer config: config.optimizer with critic.lr and the entries of critic.optimizer."""
+    """Returns the critic's optimizer config: config.optimizer with critic.lr and the entries of critic.optimizer,
+    without groups, whose patterns are of the policy's names.
+    """
     c = editable(config)
     for name, value in config.critic.optimizer.items():
         put(c, f"optimizer.{name}", value)

@@ -99,13 +99,25 @@ def _kind(column, dtype):
 
 
 def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T: np.ndarray) -> None:
-    """Writes the values [R, S] of loss slots to their tokens in `out_T`: inverts the packing of a column."""
+    """Writes the values of loss slots to their tokens in `out_T`, in place: inverts the packing of a column.
+
+    Args:
+      traj, micro: the ragged batch and the microbatch of it, as `pack` took them.
+      values_RxS: [R, S] or [R, S, ...].
+      out_T: [T] or [T, ...]; tokens that are not in the loss or not in this microbatch keep their values.
+    """
     _, (row, slot, token, *_) = _positions(traj, micro)
     out_T[token] = values_RxS[row, slot]
 
 
 def unpack_tokens(traj: Trajectories, micro: Microbatch, values_RxL: np.ndarray, out_T: np.ndarray) -> None:
-    """Writes the values [R, L] of packed tokens to `out_T`; those of a shared prompt to each of its sequences."""
+    """Writes the values of packed tokens to `out_T`, in place; those of a shared prompt to each of its sequences.
+
+    Args:
+      traj, micro: the ragged batch and the microbatch of it, as `pack` took them.
+      values_RxL: [R, L] or [R, L, ...].
+      out_T: [T] or [T, ...]; tokens that are not in this microbatch keep their values.
+    """
     (row, at, token, *_), _ = _positions(traj, micro)
     out_T[token] = values_RxL[row, at]
     for block in (block for blocks in micro.rows for block in blocks):
@@ -164,14 +176,15 @@ def _positions(traj: Trajectories, micro: Microbatch):
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, chunk=0, dropped=None, keep=None,
                  positive=None) -> dict[str, np.ndarray]:
-    """Computes token weights [T] of one optimizer step for each loss term; 0 on all other tokens.
+    """Computes token weights [T] float64 of one optimizer step for each loss term; 0 on all other tokens.
 
     Denominators count trajectories; in an adapter set each adapter has its own denominators.
 
     Args:
       traj: the ragged batch.
-      sequences: indices of all sequences of the optimizer step.
-      aggregation, max_tokens, chunk: as in algorithms.aggregation_weights.
+      sequences: int indices of all sequences of the optimizer step.
+      aggregation: name of the policy's denominator (algorithms.aggregation_weights: token_mean, sequence_mean ...).
+      max_tokens: the divisor of aggregation "constant". chunk: trajectories in one mean of token_mean, 0 = all.
       dropped: [N] bool, trajectories without policy loss; they still count in the denominators.
       keep: [T] bool, tokens with policy loss; the others still count in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.

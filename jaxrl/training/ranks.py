@@ -26,7 +26,8 @@ def tile_of(length: int, ranks: int) -> int:
 
 
 def count_keys(positions, real, windows) -> np.ndarray:
-    """Counts the keys that each token sees, itself included, summed over layers; 0 for padding.
+    """Counts the keys that each token sees, itself included, summed over layers: int, the shape of positions; 0 for
+    padding.
 
     The count follows from the position, since a shared prompt precedes a token as its own prompt would.
 

@@ -29,14 +29,20 @@ from jaxrl.models.placement import at_sources
 
 
 def even_load(config):
-    """Returns the load of routers that spread tokens evenly, 1/E each: float32 [routers, E]; None for a model
-    without experts."""
+    """Returns the load of routers that spread tokens evenly, 1/E each: float32 [n, E]; None for a model without
+    experts.
+
+    config: the model's ModelConfig.
+    """
     layers = config.num_expert_layers
     return np.full((layers, config.num_experts), 1 / config.num_experts, np.float32) if layers else None
 
 
 def with_load(model, params, load_nxE):
-    """Returns the parameter tree with each router's load [E], which its balance term reads, added to its layer."""
+    """Returns the nested parameter tree with each router's load, which its balance term reads, added to its layer.
+
+    load_nxE: [n, E] share of the tokens' places that each expert has; rows add up to 1.
+    """
     return _add_arrays(model, params, LOAD, load_nxE)
 
 
@@ -57,6 +63,7 @@ def correct_bias(model, frozen, load_nxE, rate: float):
     al., arXiv 2408.15664, algorithm 1). The mean of these steps is subtracted, since no choice depends on it.
 
     Args:
+      model: jaxrl.models.Model.
       frozen: flat dict of the parameters that do not train.
       load_nxE: [n, E] load of the optimizer step.
       rate: step size of the bias.
@@ -91,9 +98,10 @@ def _arrays_by_path(model, name, values_nx) -> dict:
 
 
 def loss_terms(outputs, batch, objective):
-    """Computes the routers' part of a microbatch: (sum of the loss terms, metrics); (0, {}) without routers.
+    """Computes the routers' part of a microbatch: (sum of the loss terms, [], each times its coefficient; metrics); (0,
+    {}) without routers. The formulas are at the head of the module.
 
-    Metrics: router/entropy, mean over tokens and layers; router/load [n, E], which `summarize_load` replaces;
+    Metrics: router/entropy (nats), mean over tokens and layers; router/load [n, E], which `summarize_load` replaces;
     router/balance and router/z, mean over layers, if they are in the loss; router/replayed and router/mismatch, mean
     over tokens and layers, if routes are replayed.
 
@@ -128,10 +136,13 @@ def loss_terms(outputs, batch, objective):
 
 
 def summarize_load(metrics: dict) -> dict:
-    """Replaces router/load by the metrics that are logged for a whole optimizer step.
+    """Replaces router/load [n, E] by the metrics that are logged for a whole optimizer step; without it the metrics are
+    returned unchanged.
 
     router/load_max_over_mean: load of the fullest expert over the mean, of the layer where it is largest. router/idle:
     share of experts without a token. router/mismatch is divided by the share of replayed tokens.
+
+    metrics: of the whole step, summed over its microbatches, on the devices.
     """
     if "router/load" not in metrics:
         return metrics

@@ -32,9 +32,13 @@ def forward_hidden(model, params, batch):
 
     On the same layout both give bitwise equal results on the CPU.
 
+    Args:
+      model: jaxrl.models.Model. params: its nested parameter tree.
+      batch: PackedBatch on the devices.
+
     Returns:
-      (hidden [R, S, D] in the compute dtype, the state that predicts each loss slot; auxiliary outputs, see
-      Model.forward).
+      (hidden [R, S, D] in the compute dtype, the state that predicts each loss slot; auxiliary: outputs of the layers
+      for the loss by name, {} for a dense model, see Model.forward).
     """
     if batch.routes is not None:
         params = router.with_routes(model, params, batch.routes)
@@ -92,15 +96,21 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
 
 
 def forward_logprobs(model, params, batch, **options):
-    """Computes log-probs of the targets and entropies, both [R, S] in nats, from tokens: `logprobs_of` after
-    `forward_hidden`.
+    """Computes log-probs of the targets and entropies, both [R, S] fp32 in nats, from tokens; 0 where not valid.
 
-    options: those of `logprobs_of`."""
+    Args:
+      model: jaxrl.models.Model. params: its nested parameter tree. batch: PackedBatch on the devices.
+      options: those of `logprobs_of`: temperature, chunk, valid_RxS, and ids_RxSxK or top, which append to the result.
+    """
     return logprobs_of(model, params, forward_hidden(model, params, batch)[0], batch, **options)
 
 
 def make_score(model, *, temperature: float, chunk: int, put, routes: bool = False):
-    """Returns score(params, traj, layout) -> [T] float32, the log-probs (nats) of all loss tokens, 0 on the others.
+    """Returns score(params, traj, layout, columns=None) -> [T] float32, the log-probs (nats) of all loss tokens, 0 on
+    the others.
+
+    `traj` is the host batch, `layout` a Layout of it. `columns` are token columns by name: "support" [T, K] int
+    restricts the distribution, "routes" [T, n * K] int replays experts; None = traj.columns["support"] if there is one.
 
     Args:
       model: jaxrl.models.Model.
@@ -120,7 +130,10 @@ def make_score(model, *, temperature: float, chunk: int, put, routes: bool = Fal
 
 
 def make_value_score(model, *, put):
-    """Returns score(params, traj, layout) -> [T] float32: the value of the state each loss token was sampled in.
+    """Returns score(params, traj, layout) -> [T] float32: the value of the state each loss token was sampled in, 0 at
+    other tokens.
+
+    `traj` is the host batch, `layout` a Layout of it.
 
     Args:
       model: jaxrl.models.Model; `params` has a value head (see models.value).
@@ -184,7 +197,8 @@ def _over_layout(program, put) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def cast_params(params, dtype):
-    """Returns the tree with floating-point leaves in `dtype`, on the devices: a frozen copy, for reference or
-    rollout."""
+    """Returns the tree with floating-point leaves in `dtype` and others unchanged, on the devices: a frozen copy, for
+    reference or rollout.
+    """
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
     return jax.tree.map(cast, memory.fetched(params))

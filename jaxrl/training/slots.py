@@ -14,13 +14,16 @@ from jaxrl.types import Trajectories
 def scored_behind(prompts, completions, groups, reads=None, prefixes=None, pictures=None) -> Trajectories:
     """Builds N sequences prompt + completion + one token (0), with loss_mask True at each slot that is read.
 
+    Log-probs are 0 and versions -1: nothing was sampled.
+
     Args:
-      prompts, completions: N arrays of token ids; sequences of one prefix have equal prompts.
-      groups: [N], sequences of one group stay in one optimizer step.
+      prompts, completions: N int arrays of token ids.
+      groups: [N] int, sequences of one group stay in one optimizer step.
       reads: N ascending int arrays of indices into the completions, behind which a score is read; None: behind the
         last token of each sequence.
-      prefixes: [N] as Trajectories.prefix; None = the groups.
-      pictures: as Trajectories.pictures.
+      prefixes: [N] int, equal for sequences that have equal prompts and may share one copy; None = the groups, whose
+        sequences then have to have equal prompts.
+      pictures: Pictures of the N sequences, or None.
 
     Raises ValueError for a sequence without tokens.
     """

@@ -37,15 +37,18 @@ def reduction_of(name: str):
 
 
 def loss_and_metrics(trainable, frozen, batch, model, objective: Objective, entropy_coef=None, router_load=None):
-    """Computes the loss of one microbatch: (weighted sum of token losses, metrics).
+    """Computes the loss of one microbatch, a sum of weighted token losses, before fp16's loss scale.
 
     Args:
       trainable, frozen: flat dicts of parameters; gradients are taken with respect to `trainable`.
-      batch: device PackedBatch. Its weights are 1/denominator of the whole optimizer step.
+      batch: device PackedBatch. Its weights are 1/denominator of the whole optimizer step, 0 outside the loss.
       model: jaxrl.models.Model.
       objective: what is minimised.
       entropy_coef: [] adaptive coefficient of the policy's entropy bonus; None = the objective's fixed one.
       router_load: [n, E] load of the balance term (training.router); None = even.
+
+    Returns:
+      ([] loss with the routers' terms, {metric: its contribution, which `reduction_of` combines over microbatches}).
     """
     params = merge(trainable, frozen)
     if objective.routers and objective.router_balance and model.config.num_expert_layers:
@@ -82,9 +85,14 @@ def _group_microbatches(microbatches, most: int):
 
 
 def make_scaled(model, objective: Objective):
-    """Returns scaled(trainable, frozen, batch, stats) -> ([] loss, in fp16 times the loss scale; metrics).
+    """Returns scaled(trainable, frozen, batch, stats) -> ([] loss, in fp16 times the loss scale; metrics, without it).
 
-    batch is a PackedBatch; stats are a TrainState's."""
+    The four are flat dicts of parameters, a device PackedBatch, and a TrainState's stats, which hold the loss scale,
+    the applied entropy coefficient and the routers' load.
+
+    Args:
+      model: jaxrl.models.Model. objective: what is minimised.
+    """
 
     def scaled(trainable, frozen, batch, stats):
         scale = stats["loss_scale"] if objective.fp16 else 1.0
@@ -99,10 +107,12 @@ def make_accumulate(scaled):
     """Returns accumulate(trainable, frozen, stats, grads, metrics, batches, count) -> (grads, metrics).
 
     It adds the gradients and metrics of the first `count` of the equally shaped microbatches `batches`, one after the
-    other.
+    other. Gradients are summed, never averaged, in the dtype of `grads`; metrics as `reduction_of` says. A single
+    microbatch always counts.
 
     Args:
-      scaled: of `make_scaled`."""
+      scaled: of `make_scaled`.
+    """
 
     def one(trainable, frozen, stats, grads, metrics, batch):
         on_device = {k: x for k, x in trainable.items() if not memory.in_host(x)}
@@ -136,10 +146,10 @@ def make_accumulate(scaled):
 def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None):
     """Returns apply(state, grads, metrics) -> (state, metrics): one optimizer step with accumulated gradients.
 
-    It clips by global norm. A non-finite loss or gradient changes neither parameters nor optimizer state, and is
-    counted in `stats["skipped"]`. An update whose mean ratio or approximate KL is above the objective's limit is not
-    applied either, nor is any further one until `stats["stopped"]` is 0 again. The decision is made for the whole
-    optimizer step, so microbatches cannot change it.
+    It divides by fp16's loss scale, then clips by global norm. A non-finite loss or gradient changes neither parameters
+    nor optimizer state, and is counted in `stats["skipped"]`. An update whose mean ratio or approximate KL is above the
+    objective's limit is not applied either, nor is any further one until `stats["stopped"]` is 0 again. The decision is
+    made for the whole optimizer step, so microbatches cannot change it. `state.step` counts applied updates alone.
 
     Args:
       optimizer: optax transformation.
@@ -147,6 +157,9 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
       objective: its clipping, loss scaling and limits.
       model: needed if the objective corrects the routers' bias (router_bias_rate).
       rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming).
+
+    The metrics gain optim/grad_norm (before clipping), optim/lr, optim/skipped (1 or 0), and policy/early_stopped if
+    the objective may stop.
     """
 
     @jax.named_scope("optimizer")
@@ -257,15 +270,19 @@ def _jit_programs(state, where, scaled, finish, in_parts: str):
 def make_update(model, optimizer, schedule, objective: Objective, in_parts: str = "rows"):
     """Returns update(state, microbatches) -> (state, metrics): one optimizer step; `state` is donated.
 
-    `microbatches` yields device PackedBatches of the static shapes. Metrics stay on the device. Arrays of the state
-    that are in host memory stay there; the forward and backward pass copies such parameters, and computes their
-    gradients, a layer at a time.
+    `microbatches` yields device PackedBatches of the static shapes, at least one. Metrics stay on the device. Arrays of
+    the state that are in host memory stay there; the forward and backward pass copies such parameters, and computes
+    their gradients, a layer at a time.
 
     Args:
+      model: jaxrl.models.Model. objective: what is minimised.
       optimizer: optax transformation, or adapter_set.Optimizers for one step of each adapter of a set.
       schedule: update number -> learning rate; not used with adapter_set.Optimizers.
       in_parts: the part of the state in host memory that an optimizer step moves to the devices at a time.
         "rows": some rows of one parameter; "parameter": one parameter; "none": everything at once.
+
+    `update.gradients(state, microbatches)` returns the accumulated (gradients, metrics) alone; `update.compiled(state)`
+    the jitted programs (zero sums, accumulate, apply), of a state of shapes, too.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     known = {}  # shardings of a state -> (its programs, microbatches that one call of `accumulate` gets)
