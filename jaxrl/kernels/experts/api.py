@@ -87,7 +87,9 @@ def order(implementation: str) -> tuple[str, ...]:
 
 
 def check(x, ids, gates, weights, biases=()) -> None:
-    """Raises ValueError where shapes or dtypes do not fit; names the argument."""
+    """Raises ValueError where shapes or dtypes of api.experts' arguments do not fit; names the argument.
+
+    weights: {"gate", "up", "down"}, or without "gate". biases: () or those of the three."""
     def refuse(name, value, remedy):
         raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
 

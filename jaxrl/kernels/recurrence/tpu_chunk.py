@@ -24,8 +24,8 @@ def dot(a, b, over_a, over_b):
 
 
 class Marks(NamedTuple):
-    """Masks [C, C] of pairs of tokens (row, column): lower, the row's not before the column's; strictly, behind it;
-    same."""
+    """Masks [C, C] bool of pairs of tokens (row, column): lower, the row's not before the column's; strictly, behind
+    it; same."""
 
     lower: jax.Array     # [C, C] bool
     strictly: jax.Array
