@@ -124,7 +124,7 @@ DEFAULT = "default"  # of train.matmul: products of the compute dtype's numbers
 def check(name: str, kind: str, emulated: bool) -> None:
     """Raises ConfigError for a scheme that a platform cannot compute, unless it is to be emulated.
 
-    name: a key of SCHEMES or DEFAULT. kind: of the platform. emulated: train.matmul_emulated."""
+    name: a key of SCHEMES or DEFAULT. kind: cpu, gpu or tpu. emulated: train.matmul_emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
         raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "

@@ -55,8 +55,9 @@ def backward(call, lay, x, dy, gates_R, weights, sums):
     See walk.Implementation.
 
     Args:
-      call, lay, x: as of `forward`. dy: walk.Rows of the output's cotangents. gates_R: fp32 or better.
-      weights: as of `forward`, one tuple.
+      call: walk.Call. lay: Layout. x: walk.Rows of tokens. dy: walk.Rows of the output's cotangents. gates_R: fp32 or
+        better.
+      weights: gate, up and down and their biases, as api.experts orders them, one tuple.
       sums: the weights' gradients so far, to which the chunk's are added; () = not wanted."""
     acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
 
@@ -98,7 +99,8 @@ BLOCKS = Implementation(forward, backward)
 
 
 def serving(x_TxD, weights, **_) -> tuple[Implementation, int]:
-    """Returns (the implementation in XLA, rows of its blocks); it serves every call."""
+    """Returns (the implementation in XLA, rows of its blocks); it serves every call. The arguments are
+    not read."""
     return BLOCKS, tuned.BLOCK
 
 

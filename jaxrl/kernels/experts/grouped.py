@@ -98,8 +98,9 @@ def backward(kernels, call, lay, x, dy, gates_R, weights, sums):
     See walk.Implementation.
 
     Args:
-      call, lay, x: as of `forward`. dy: walk.Rows of the output's cotangents. gates_R: fp32 or better.
-      weights: as of `forward`, one tuple.
+      call: walk.Call. lay: Layout. x: walk.Rows of tokens. dy: walk.Rows of the output's cotangents. gates_R: fp32 or
+        better.
+      weights: gate, up and down and their biases, as api.experts orders them, one tuple.
       sums: the weights' gradients so far, to which the chunk's are added; () = not wanted; ShapeDtypeStructs = the
         chunk's own, in these dtypes (of fresh kernels only)."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)

@@ -55,7 +55,7 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
 
     Args:
       hidden_RxSxD: the student's hidden states that predict the targets. head: its output matrix [D, V], or [V, D]
-        where `transposed` (static).
+        where `transposed` (static); cast to hidden's dtype.
       teacher_RxSxE, teacher_head, ...: the same of the teacher. Its head has as many tokens as the student's.
       valid_RxS: bool; where False the result and all gradients are 0. None = all valid.
       kind: forward, reverse or jsd, see the module. beta: of jsd, above 0 and below 1.
@@ -64,7 +64,8 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
       softcap, teacher_softcap: cap * tanh(logit / cap) on the logits, 0 = none (static).
       chunk: valid tokens of a device whose logits exist at once, at most (static).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
-      implementation: "chunked", or "reference" (full logits, automatic differentiation).
+      implementation: "chunked", or "reference" (full logits, automatic differentiation); another
+        name is taken as "chunked".
 
     Returns:
       fp32 (float64 for float64 input), per token: nothing is summed or averaged over tokens. Gradients flow to hidden

@@ -109,7 +109,8 @@ class Chunks(NamedTuple):
     saves [B, N]: the state after it is a prompt's so far. enters [B, L]: tokens that become part of the state.
     chunk, slot [B, L]: where a token lies; chunk N = in none. begins [B, L]: as start, of the token.
     back [B, L]: tokens of its segment before it. prompt_end [B, N]: index after the last token of a PROMPT chunk's
-    prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room."""
+    prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room and its
+    completions follow their prompt (see chunks_of)."""
 
     start: jax.Array
     count: jax.Array

@@ -228,7 +228,8 @@ def _chunk_of(t, stretches):
 def backward(call: Call, laid: Laid, given, pairs, d_out, d_state, words, stretches):
     """Returns (gradients of `laid` in its dtypes, of `given`), from d_out [B, G, N, C, V] and d_state [B, G, K, V].
 
-    given, words, stretches: as of `forward`. pairs: what it kept."""
+    given: states [B, G, K, V] of rows that continue. pairs: what `forward` kept. words: [B * N] int32 flags of the
+    chunks. stretches: [1] int32, how many are computed."""
     grid = _Grid(call, laid, stretches[0] * 2 * STRETCH)
     stretch_at, now_at, after_at = (lambda t, n, i=i: _chunk_of(t, n)[i] for i in range(3))
     (batch, _, count, size, _), (key, value) = laid.v.shape, grid.size

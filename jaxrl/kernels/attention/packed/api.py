@@ -40,7 +40,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     count only where such queries' cotangents are 0.
 
     Args:
-      q_BxLxHxK: queries; head h reads key-value head h // (H / G).
+      q_BxLxHxK: queries of a float dtype; head h reads key-value head h // (H / G).
       k_BxSxGxK, v_BxSxGxK: keys and values.
       q_positions_BxL, k_positions_BxS: int positions within the sequence; rows of 1 broadcast over B.
       q_segments_BxL, k_segments_BxS: int segment ids (0 = padding, which real queries never see), both or neither.
@@ -60,8 +60,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       out_BxLxHxK in v's dtype; scores and softmax are fp32 or better.
 
     Raises:
-      ValueError: unknown implementation, or H not a multiple of G.
-    """
+      ValueError: unknown implementation, or H not a multiple of G."""
     heads, groups = q_BxLxHxK.shape[2], k_BxSxGxK.shape[2]
     if heads % groups:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key-value heads")

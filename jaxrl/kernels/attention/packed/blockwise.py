@@ -105,10 +105,12 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
     dtypes.
 
     Args:
-      q, k, v, ids, work, options: as of `forward_part`.
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S].
+      work: of `work_of` for them; None = made here.
       out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
         key.
-      g_BxLxHxK: cotangent of out."""
+      g_BxLxHxK: cotangent of out.
+      options: window (positions that a query sees, 0 = all), softcap (0 = none) and scale (a number), all of them."""
     ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
     cut = _Cut.of(q_BxLxHxK.shape, _keys(k_BxSxGxK).shape)
     log_sum = cut.queries(_finite(lse_BxLxH)[..., None])[..., 0]

@@ -60,7 +60,7 @@ def entry(value, parts, part=None):
     """Returns (block, None) of an entry of Plan.lists; with a part (0 or 1) of the tile, (block, whether that part sees
     it).
 
-    parts: parts of the tile, each of which has a bit in the entry."""
+    value: an entry, int32 scalar. parts: parts of the tile, each of which has a bit in the entry."""
     block = lax.div(value, jnp.int32(2 ** parts))
     return block, None if part is None else lax.rem(lax.div(value, jnp.int32(1) + part), jnp.int32(2)) == 1
 

@@ -135,7 +135,7 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
     out) are constants.
 
     Args:
-      q, k, v, ids: as of `forward_part`. work: not read.
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S]. work: not read.
       out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
         key.
       g_BxLxHxK: cotangent of out.

@@ -35,9 +35,8 @@ PARTS = {"tpu": tpu, "gpu": gpu, "blockwise": blockwise, "reference": reference}
 class Ring(NamedTuple):
     """The work of attention in a ring of n devices.
 
-    parts: name of an implementation -> api.work_of for the keys of each device; its leaves have an axis n after their
-    leading axis.
-    """
+    parts: {name of an implementation: api.work_of for the keys of each device}, of at most one name; the leaves have an
+    axis n after their leading axis."""
 
     parts: Any
 

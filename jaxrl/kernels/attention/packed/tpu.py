@@ -123,10 +123,13 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
     dtype.
 
     Args:
-      q, k, v, ids, work, window, softcap, scale, interpret: as of `forward_part`.
+      q, k, v: of one dtype, float32 or bfloat16; k and v of the part.
+      ids: Ids of the queries [B, L] and of the part's keys [B, S]. work: of `work_of` for them; None = made here.
       out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
         key.
       g_BxLxHxK: cotangent of out.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores. interpret: for pallas_call; None = off a TPU.
 
     Raises NotImplementedError for what `prepared` does not serve."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)

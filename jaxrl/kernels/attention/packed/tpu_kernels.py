@@ -280,7 +280,9 @@ def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIx
     """Returns (dq [B, H, L, K] in q's dtype; where `counted`, also the tiles computed by each block of heads, int32).
 
     Args:
-      work, q, k, v, q_ids, k_ids: as of `forward`.
+      work: of work_list, (entries, count): key blocks of each tile of queries.
+      q_BxHxLxK, k_BxGxSxK, v_BxGxSxK: of one dtype, L and S whole tiles.
+      q_ids_BxIxL, k_ids_BxSxI: int32 positions (or reach), segments, prefixes, as tpu.prepared returns them.
       do_BxHxLxK: cotangent of out. lse_BxHxL: fp32, in base 2, with the sinks if there are any.
       delta_BxHxL: fp32, sum(do * out) over K."""
     walk = call.by_query
