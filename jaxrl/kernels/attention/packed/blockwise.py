@@ -70,7 +70,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
     dtype.
 
     Args:
-      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: queries, keys and values; products and softmax are fp32 or better.
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: queries, keys and values; scores and softmax are fp32 or better.
       ids: Ids, positions and segments, as `api.ids_of` returns them.
       window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
       scale: factor on the scores, a number.
