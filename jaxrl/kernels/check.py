@@ -41,8 +41,9 @@ ROW, WINDOW = 256, 40
 class Verdict(NamedTuple):
     """The result of checking one implementation of an op against the reference.
 
-    state: right, wrong (another result), failed (an error), refused (does not serve the case). error: largest
-    difference as a share of the reference's largest value. text: why, if it is not right."""
+    op, name: the op, as a text, and the implementation. state: right, wrong (another result), failed (an error),
+    refused (does not serve the case). error: largest difference as a share of the reference's largest value. text: why,
+    if it is not right."""
 
     op: str
     name: str
@@ -63,7 +64,10 @@ def judged(op: str, name: str, dtype, compute, expected) -> Verdict:
     """Compares the arrays of compute() with those of expected(); returns a Verdict, with the text of an error or a
     refusal.
 
-    dtype: whose TOLERANCE bounds the difference."""
+    The error is the largest over all arrays of max |difference| / max |expected|, each within its array; NaN is wrong.
+
+    op, name: for the Verdict. dtype: whose TOLERANCE bounds the error. compute, expected: functions that return pytrees
+    of equal structure; what expected() raises is not caught."""
     try:
         found = jax.device_get(compute())
     except NotImplementedError as e:
@@ -100,8 +104,12 @@ def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
                      reach: bool = False) -> Verdict:
     """Checks one implementation of attention, forward and gradients, without a window and with one; returns a Verdict.
 
-    sinks: whether heads have sinks. reach: every other 20 positions see each other. Rows are those of `packed_ids`;
-    padding is poisoned."""
+    Rows are those of `packed_ids`; padding is poisoned.
+
+    Args:
+      name: a key of packed.IMPLEMENTATIONS. dtype: of queries, keys and values, a key of TOLERANCE.
+      heads: sizes. softcap: cap on the scores, 0 = none. sinks: whether heads have sinks.
+      reach: every other 20 positions see each other."""
     ids, real = packed_ids(), packed_ids().q_segments > 0
     if reach:
         at = ids.q_positions
@@ -132,7 +140,10 @@ def packed_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 0.0, sinks: bool = False) -> Verdict:
     """Checks one implementation of decoding attention, without a window and with one; returns a Verdict.
 
-    One query per slot over a cache. What lies after a slot's position is poisoned, one slot is idle."""
+    One query per slot over a cache. What lies after a slot's position is poisoned, one slot is idle.
+
+    name: a key of cached.IMPLEMENTATIONS. dtype: of queries and cache, a key of TOLERANCE. heads: sizes. softcap: cap
+    on the scores, 0 = none. sinks: whether heads have sinks."""
     positions = jnp.asarray([0, 1, 63, 64, 130, ROW - 1, 200, ROW], jnp.int32)[:, None]
     live, slots = positions[:, 0] < ROW, len(positions)
     behind = jnp.where(jnp.arange(ROW)[None] > positions, POISON, 1.0)[None, ..., None]
@@ -159,7 +170,9 @@ def cached_attention(name: str, dtype, heads: Heads = Heads(), softcap: float = 
 
 
 def logprobs(dtype) -> Verdict:
-    """Checks chunked log-prob and entropy from hidden states, and their gradients; returns a Verdict."""
+    """Checks chunked log-prob and entropy from hidden states, and their gradients; returns a Verdict.
+
+    dtype: of hidden states and head, a key of TOLERANCE."""
     hidden, head = _normal(0, 2, 96, 64, dtype=dtype), _normal(1, 64, 1000, dtype=dtype) / 8
     targets = jnp.asarray(np.random.default_rng(2).integers(0, 1000, (2, 96)), jnp.int32)
     valid = jnp.arange(96)[None] < jnp.asarray([[96], [50]])
@@ -197,7 +210,9 @@ class Experts(NamedTuple):
 def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
     """Checks output and gradients of one implementation of a layer of experts; returns a Verdict.
 
-    Four experts, two for a token, of which one has several blocks of rows and one has none."""
+    Four experts, two for a token, of which one has several blocks of rows and one has none.
+
+    name: reference or a key of experts.IMPLEMENTATIONS. dtype: of tokens and weights, a key of TOLERANCE."""
     tokens, count, (size, width, activation, _, biases, gate) = 200, 4, layer
     x, draw = _normal(0, tokens, size, dtype=dtype), np.random.default_rng(5)
     other = np.where(np.arange(tokens) < 20, 1, np.where(np.arange(tokens) < 150, 3, -1))
@@ -240,7 +255,9 @@ def recurrent_layer(name: str, dtype, layer: Recurrence = Recurrence()) -> Verdi
     """Checks output, last state and gradients of one implementation of a recurrent layer; returns a Verdict.
 
     Two key heads, rows of 17 and 18 chunks: a prompt that three completions share, two sequences of their own,
-    padding."""
+    padding.
+
+    name: a key of recurrences.IMPLEMENTATIONS. dtype: of the values, a key of TOLERANCE; the rest is fp32."""
     segments, prefixes = np.zeros((2, 2, 1024), np.int32)
     for row, start, stop, segment, prefix in [
             (0, 0, 200, 1, 0), (0, 200, 500, 2, 1), (0, 500, 1000, 3, 1), (0, 1000, 1010, 4, 1),
@@ -286,12 +303,14 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False, me
     """Returns attention's kernels of this device that do not agree with the reference -> why; {} where all do, and
     where there are none, as on CPUs.
 
-    Verdicts are kept in a file by device kind, jax, kernel source and case, so that a kernel is looked at once.
+    A kernel that refuses the case is not among them. Verdicts are kept in a file by device kind, jax, kernel source and
+    case, so that a kernel is looked at once.
 
     Args:
+      dtype: of the inputs, a key of TOLERANCE. heads: sizes of the model's attention.
+      softcap: cap on the scores, 0 = none. sinks: whether heads have sinks.
       memory: the file; None: nothing is kept.
-      reach: also where queries see later keys, as the tokens of images do.
-    """
+      reach: also where queries see later keys, as the tokens of images do."""
     def looked(name):
         found = [packed_attention(name, dtype, heads, softcap, sinks)]
         if reach:
@@ -309,8 +328,11 @@ WIDEST = 2048  # of the experts that are looked at
 
 
 def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
-    """Returns the kernels of experts that do not agree with the reference for this layer's sizes -> why; as
-    `first_use`."""
+    """Returns the kernels of experts that do not agree with the reference for this layer's sizes -> why; {} where all
+    do.
+
+    Experts wider than WIDEST are looked at with that width. dtype: of tokens and weights, a key of TOLERANCE. memory:
+    the file of verdicts, by device kind, jax, kernel source and case; None: nothing is kept."""
     layer = layer._replace(width=min(layer.width, WIDEST))
     case = dtype, layer.size, layer.width, layer.called, layer.biases, layer.gate
     names = experts.ORDERS[platform()][:-1]
@@ -319,8 +341,11 @@ def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> d
 
 
 def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None) -> dict[str, str]:
-    """Returns the kernels of recurrent layers that do not agree with the reference for these sizes -> why; as
-    `first_use`."""
+    """Returns the kernels of recurrent layers that do not agree with the reference for these sizes -> why; {} where all
+    do.
+
+    dtype: of the values, a key of TOLERANCE. memory: the file of verdicts, by device kind, jax, kernel source and case;
+    None: nothing is kept."""
     names = recurrences.ORDERS[platform()][:-1]
     return _first_use("recurrence", names, lambda name: [recurrent_layer(name, dtype, layer)],
                       (attention_op, recurrence_op), (dtype, *layer), memory)

@@ -14,7 +14,8 @@ _distrusted: dict[str, set[str]] = {}  # op -> implementations that "auto" does 
 def distrust(op: str, names) -> None:
     """Excludes these implementations of an op from "auto" in this process: kernels.check found that they are wrong.
 
-    Call it before anything is compiled: compiled programs keep their implementation."""
+    Replaces what an earlier call excluded for the op. Call it before anything is compiled: compiled programs keep their
+    implementation."""
     _distrusted[op] = set(names)
 
 

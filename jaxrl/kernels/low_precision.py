@@ -35,12 +35,14 @@ LARGEST = {jnp.int8: 127.0, E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 
 
 class Scheme(NamedTuple):
-    """coded(x, over, role) -> (codes, scale): of an operand that is contracted over these axes. scale: with axes of
-    size 1 where it is one for all; None where `codes` are the rounded numbers themselves.
+    """A scheme of train.matmul: how it rounds the operands of a product, and on which platforms codes are multiplied.
+
+    coded(x, over, role) -> (codes, scale): of an operand that is contracted over the axes `over`. role: INPUT, WEIGHT
+    or GRADIENT. scale: with axes of size 1 where it is one for all; None where `codes` are the rounded numbers
+    themselves.
 
     by_row: see the module. weights: the gradient of weights, whose rows are tokens, is a product of codes as well; else
-    it is one of the numbers as they are. native: platforms that multiply such codes.
-    """
+    it is one of the numbers as they are. native: platforms that multiply such codes."""
 
     coded: Callable
     by_row: bool = True
@@ -122,7 +124,7 @@ DEFAULT = "default"  # of train.matmul: products of the compute dtype's numbers
 def check(name: str, kind: str, emulated: bool) -> None:
     """Raises ConfigError for a scheme that a platform cannot compute, unless it is to be emulated.
 
-    name: a key of SCHEMES or DEFAULT. kind: of the platform. emulated: train.matmul_emulated."""
+    name: a key of SCHEMES or DEFAULT. kind: cpu, gpu or tpu. emulated: train.matmul_emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
         raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "
@@ -132,15 +134,17 @@ def check(name: str, kind: str, emulated: bool) -> None:
 
 def sampled(name: str) -> str:
     """Returns the scheme of the embedded sampler for a trainer's: the same, but DEFAULT where a row's result would
-    depend on the rows beside it."""
+    depend on the rows beside it. name: a key of SCHEMES or DEFAULT."""
     return name if name == DEFAULT or SCHEMES[name].by_row else DEFAULT
 
 
 def contracted(name: str, a, b, over_a: tuple[int, ...], over_b: tuple[int, ...], roles=(INPUT, WEIGHT)):
     """Returns the product of what a scheme rounds two arrays to, summed over axes over_a of a and over_b of b.
 
-    In fp32, or float64 where a is; shape as of jax.lax.dot_general without batch axes. name: a key of SCHEMES.
-    roles: what a and b are, of INPUT, WEIGHT and so on."""
+    In fp32, or float64 where a is; shape as of jax.lax.dot_general without batch axes. Not to be differentiated:
+    rounding has no gradient.
+
+    name: a key of SCHEMES. roles: what a and b are, each INPUT, WEIGHT or GRADIENT."""
     scheme, acc = SCHEMES[name], jnp.promote_types(a.dtype, jnp.float32)
     (a, scale_a), (b, scale_b) = (scheme.coded(x, over, role) for x, over, role in (
         (a, over_a, roles[0]), (b, over_b, roles[1])))

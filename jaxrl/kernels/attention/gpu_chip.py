@@ -51,7 +51,8 @@ def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:
 
 
 def check_chip(dtype, interpret=None) -> None:
-    """Raises NotImplementedError where Mosaic GPU kernels for Hopper cannot run, or not with this type."""
+    """Raises NotImplementedError where Mosaic GPU kernels for Hopper cannot run: jax too old, another GPU, or a dtype
+    other than bfloat16 and float16. interpret: as `interpreted` takes it."""
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     if version < OLDEST:
         raise NotImplementedError(f"jax {jax.__version__}; the Mosaic GPU kernels need jax 0.11 or newer")

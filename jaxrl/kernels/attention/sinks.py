@@ -23,23 +23,29 @@ BASE_2 = jnp.exp2, jnp.logaddexp2, math.log2(math.e)
 
 
 def of(sinks_H, dtype):
-    """Returns the sinks [H] of a call in fp32 or better; None = there are none. dtype: of the queries."""
+    """Returns the sinks [H] of a call in fp32 or better; None where there are none. dtype: of the queries."""
     return None if sinks_H is None else sinks_H.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def share(lse, sinks, base=NATURAL):
-    """Returns (factor on out, lse with the sinks), both of lse's shape; sinks broadcast over lse.
+    """Returns (factor to multiply the attention's output with, lse that includes the sinks), both of lse's shape.
 
-    base: NATURAL or BASE_2, that of lse; sinks are natural."""
+    Args:
+      lse: logarithm of the softmax's sum over the visible keys.
+      sinks: natural scores, in a shape that broadcasts over lse from the right.
+      base: NATURAL or BASE_2, that of lse; sinks are natural in both."""
     exp, add, unit = base
     both = add(lse, _beside(lse, sinks) * unit)
     return exp(lse - both), both
 
 
 def gradient(lse, sinks, delta, base=NATURAL):
-    """Returns the gradient of the sinks per query, of lse's shape; sum it over queries.
+    """Returns the gradient of the sinks per query, of lse's shape; the caller sums it over queries.
 
-    lse: with the sinks. delta: sum(d_out * out). base: NATURAL or BASE_2, that of lse; sinks are natural."""
+    Args:
+      lse: with the sinks, as `share` returns it. sinks: natural scores that broadcast over lse from the right.
+      delta: sum(d_out * out) over the head size, of lse's shape; `out` with the sinks.
+      base: NATURAL or BASE_2, that of lse."""
     exp, _, unit = base
     return -exp(_beside(lse, sinks) * unit - lse) * delta
 

@@ -24,10 +24,10 @@ def dot(a, b, over_a, over_b, exact):
 
 
 def masked_scores(products, mask, call):
-    """Returns (scores in base 2 of the products q.k, HIDDEN outside the mask; the soft-cap's derivative, None without
-    one).
+    """Returns (scores in base 2 of the products q.k, HIDDEN outside the mask; the soft-cap's derivative 1 - tanh^2,
+    None without one), both of the products' shape.
 
-    call: has scale and softcap."""
+    products: q.k in fp32. mask: bool. call: has scale and softcap; the scores are softcap(scale * q.k) * log2(e)."""
     if not call.softcap:
         return jnp.where(mask, products * (call.scale * LOG2E), HIDDEN), None
     bent = jnp.tanh(products * (call.scale / call.softcap))

@@ -52,12 +52,11 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       biases: () or, with a gate, those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 
     Returns:
-      y_TxD in x's dtype; 0 for a token without a slot. NaN where ids repeat within tokens so that they need more rows
-      than distinct ones could (only where K > E; elsewhere repeated ids just add up).
+      y_TxD in x's dtype; 0 for a token without a slot. NaN for a whole chunk of tokens where ids repeat within them so
+      that they need more rows than distinct ones could (only where K > E; elsewhere repeated ids just add up).
 
     Raises:
-      ValueError: unknown implementation; shapes or dtypes that do not fit.
-    """
+      ValueError: unknown implementation; shapes or dtypes that do not fit."""
     weights = {"gate": gate_ExDxF, "up": up_ExDxF, "down": down_ExFxD}
     weights = {name: w for name, w in weights.items() if w is not None}
     check(x_TxD, ids_TxK, gates_TxK, weights, biases)
@@ -87,7 +86,9 @@ def order(implementation: str) -> tuple[str, ...]:
 
 
 def check(x, ids, gates, weights, biases=()) -> None:
-    """Raises ValueError where shapes or dtypes do not fit; names the argument."""
+    """Raises ValueError where shapes or dtypes of api.experts' arguments do not fit; names the argument.
+
+    weights: {"gate", "up", "down"}, or without "gate". biases: () or those of the three."""
     def refuse(name, value, remedy):
         raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
 

@@ -29,7 +29,10 @@ def product(a, b, over_a, over_b, matmul=DEFAULT, role=INPUT):
 
 
 def forward(call, lay, x, *weights):
-    """Returns the experts' outputs by row, [R, D], block by block in XLA; see walk.Implementation."""
+    """Returns the experts' outputs by row, [R, D] in fp32 or better, block by block in XLA.
+
+    See walk.Implementation. call: walk.Call. lay: Layout. x: walk.Rows of tokens. weights: gate, up and down and their
+    biases, as api.experts orders them. Rows without a slot mean nothing."""
     def group(expert, blocks, out):
         into, down, biases = sorted_out([_of(w, expert) for w in weights])
 
@@ -47,8 +50,15 @@ def forward(call, lay, x, *weights):
 
 
 def backward(call, lay, x, dy, gates_R, weights, sums):
-    """Returns (dx by row, gradients of the gates by row, weights' sums), block by block in XLA; see
-    walk.Implementation."""
+    """Returns (dx [R, D], gradients of the gates [R], weights' sums), block by block in XLA.
+
+    See walk.Implementation.
+
+    Args:
+      call: walk.Call. lay: Layout. x: walk.Rows of tokens. dy: walk.Rows of the output's cotangents. gates_R: fp32 or
+        better.
+      weights: gate, up and down and their biases, as api.experts orders them, one tuple.
+      sums: the weights' gradients so far, to which the chunk's are added; () = not wanted."""
     acc, dtype = accumulator(x.tokens.dtype), x.tokens.dtype
 
     def group(expert, blocks, state):
@@ -89,7 +99,8 @@ BLOCKS = Implementation(forward, backward)
 
 
 def serving(x_TxD, weights, **_) -> tuple[Implementation, int]:
-    """Returns (the implementation in XLA, rows of its blocks); it serves every call."""
+    """Returns (the implementation in XLA, rows of its blocks); it serves every call. The arguments are
+    not read."""
     return BLOCKS, tuned.BLOCK
 
 

@@ -17,7 +17,8 @@ import jax
 class Exchange(NamedTuple):
     """Moves tokens between the devices of a mesh axis, over which experts lie: P devices, t tokens on each.
 
-    axis: name of the mesh axis; None = all experts are on every device, and nothing moves."""
+    axis: name of the mesh axis; None = all experts are on every device, and nothing moves. With an axis,
+    use it within a shard_map, and on all of its devices alike: moves are collective."""
 
     axis: str | None = None
 

@@ -15,11 +15,15 @@ UNIT = 64
 
 
 def serving(x_TxD, weights, *, matmul=DEFAULT, activation, interpret=None) -> tuple[Implementation, int]:
-    """Returns (the implementation for such tokens and weights, rows of its blocks). Raises NotImplementedError(reason)
-    where there is none. interpret: False, True, or what the interpreter is told; None = where this is no GPU.
+    """Returns (the implementation for such tokens and weights, rows of its blocks).
 
-    x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read. activation: as
-    of api.experts."""
+    Args:
+      x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read.
+      matmul: scheme of kernels.low_precision. activation: (gate, up) -> hidden, or up -> hidden without a gate.
+      interpret: False, True, or what the interpreter is told; None = where this is no GPU.
+
+    Raises NotImplementedError for chips and dtypes that the kernels do not serve, a matmul but the default, sizes that
+    are no multiple of UNIT, and an activation of other operations than opened.KNOWN."""
     check_chip(x_TxD.dtype, interpret)
     size, width = weights[0].shape[1:]
     if matmul != DEFAULT:

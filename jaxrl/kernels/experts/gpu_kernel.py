@@ -90,9 +90,11 @@ class Call:
 
 
 def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
-    """Runs a Task on rows sorted by expert and returns its outputs; see grouped.Kernels.
+    """Runs a Task on rows sorted by expert and returns its outputs [R, O] (dtypes of the task); a row sum is [R] in
+    fp32.
 
-    interpret: as gpu_chip.interpreted returns it. Outputs [R, O] in the task's dtypes; a row sum is [R] in fp32."""
+    interpret: as gpu_chip.interpreted returns it. call: walk.Call; not read. lay: Layout. lefts [R, I], weights [E, I,
+    O] or transposed, biases [E, O], gates_R: see grouped.Kernels. Rows after the used blocks mean nothing."""
     first, blocks = task.products[0], lay.experts.size
     out = weights[first.right].shape[1 if first.across else 2]
     apart = len(task.products) > 1 and all(p.into == first.into for p in task.products)

@@ -73,7 +73,10 @@ def implementation(kernels: Kernels) -> Implementation:
 
 
 def forward(kernels, call, lay, x, *weights):
-    """Returns the experts' outputs by row, [R, D], with kernels on rows; see walk.Implementation."""
+    """Returns the experts' outputs by row, [R, D] in fp32 or better, with kernels on rows.
+
+    See walk.Implementation. call: walk.Call. lay: Layout. x: walk.Rows of tokens. weights: gate, up and down and their
+    biases, as api.experts orders them. Rows without a slot mean nothing."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
     into, down, biases = sorted_out(weights)
 
@@ -90,8 +93,16 @@ def forward(kernels, call, lay, x, *weights):
 
 
 def backward(kernels, call, lay, x, dy, gates_R, weights, sums):
-    """Returns (dx by row, gradients of the gates by row, weights' sums), with kernels on rows; see
-    walk.Implementation."""
+    """Returns (dx [R, D], gradients of the gates [R], weights' sums), with kernels on rows.
+
+    See walk.Implementation.
+
+    Args:
+      call: walk.Call. lay: Layout. x: walk.Rows of tokens. dy: walk.Rows of the output's cotangents. gates_R: fp32 or
+        better.
+      weights: gate, up and down and their biases, as api.experts orders them, one tuple.
+      sums: the weights' gradients so far, to which the chunk's are added; () = not wanted; ShapeDtypeStructs = the
+        chunk's own, in these dtypes (of fresh kernels only)."""
     dtype, acc = x.tokens.dtype, accumulator(x.tokens.dtype)
     into, down, biases = sorted_out(tuple(weights))
     count = len(into)

@@ -37,7 +37,7 @@ def blocks_of(tokens: int, slots: int, experts: int, block: int) -> int:
 
 
 def layout(ids_TxK, experts: int, block: int) -> Layout:
-    """Returns the Layout of ids [T, K]: rows sorted by expert, within an expert by token, then slot.
+    """Returns the Layout of ids [T, K], int32: rows sorted by expert, within an expert by token, then slot.
 
     Args:
       experts: E; an id outside 0 <= id < E is an empty slot. block: rows of a block. (E + 1) * T * K must stay below

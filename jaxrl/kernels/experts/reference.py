@@ -12,9 +12,14 @@ from jaxrl.kernels.low_precision import DEFAULT, contracted
 
 
 def experts(x_TxD, ids_TxK, gates_TxK, weights, activation, exchange, matmul=DEFAULT):
-    """Computes api.experts with every expert on every token; returns y [T, D]. Memory and work grow with T * E.
+    """Computes api.experts with every expert on every token; returns y [T, D] in x's dtype. Memory and work are T * E.
 
-    weights: gate, up and down and their biases, as api.experts orders them. exchange: Exchange."""
+    Args:
+      x_TxD: tokens. ids_TxK: int32; one outside 0 <= id < E is an empty slot, which adds 0. gates_TxK: fp32 or float64.
+      weights: gate, up and down and their biases, as api.experts orders them.
+      activation: elementwise (gate, up) -> hidden, or up -> hidden without a gate.
+      exchange: Exchange, of the experts' mesh axis.
+      matmul: scheme of kernels.low_precision; with any but the default it has no gradient."""
     into, down_ExFxD, biases = sorted_out(weights)
     x_TxD, ids_TxK, gates_TxK = exchange.gathered(x_TxD, ids_TxK, gates_TxK)
     ids_TxK = exchange.own(ids_TxK, len(down_ExFxD))

@@ -28,10 +28,14 @@ UNIT = 64
 
 
 def serving(x_TxD, weights, *, matmul=DEFAULT, activation=None, interpret=None) -> tuple[Implementation, int]:
-    """Returns (the implementation for such tokens and weights, rows of its blocks). Raises NotImplementedError(reason)
-    where there is none. interpret: for pallas_call; None = off a TPU.
+    """Returns (the implementation for such tokens and weights, rows of its blocks).
 
-    x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read."""
+    Args:
+      x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read.
+      matmul: scheme of kernels.low_precision. activation: not read. interpret: for pallas_call; None = off a TPU.
+
+    Raises NotImplementedError for dtypes but float32 and bfloat16 (interpreted, float64 too), a matmul but the default,
+    sizes that are no multiple of UNIT, and experts of which a step does not fit into on-chip memory."""
     del activation
     interpret = platform() != "tpu" if interpret is None else bool(interpret)
     (size, width), dtype = weights[0].shape[1:], x_TxD.dtype
@@ -69,8 +73,10 @@ def used(lay):
 
 
 def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
-    """Runs a Task on rows sorted by expert and returns its outputs [R, O]; see grouped.Kernels. interpret: of
-    pallas_call."""
+    """Runs a Task on rows sorted by expert and returns its outputs [R, O] in the task's dtypes; a row sum is [R].
+
+    interpret: of pallas_call. call: walk.Call. lay: Layout. lefts [R, I], weights [E, I, O] or transposed, biases [E,
+    O], gates_R: see grouped.Kernels. Rows after the used blocks mean nothing."""
     acc, block = accumulator(lefts[0].dtype), call.block
     first = task.products[0]
     into = lefts[0].shape[1]
@@ -129,7 +135,9 @@ def rows(interpret, call, lay, task, lefts, weights, biases=(), gates_R=None):
 
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
-    """Adds the products left^T right of each expert's rows to sum_ExIxO, in place; see grouped.Kernels."""
+    """Returns sum_ExIxO plus the products left^T right of each expert's rows, added in place; see grouped.Kernels.
+
+    interpret: of pallas_call. call: walk.Call. lay: Layout. Rows of left_RxI and right_RxO without a slot are 0."""
     (into, out), block = sum_ExIxO.shape[1:], call.block
     tile_in, tile_out = (min(size, most) for size, most in zip((into, out), tuned.TPU_SUMS, strict=True))
 

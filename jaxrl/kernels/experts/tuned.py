@@ -37,8 +37,10 @@ class GpuSizes(NamedTuple):
 
 
 def gpu_sizes(kernel: str, out: int) -> GpuSizes:
-    """Returns the GpuSizes of a kernel whose results have `out` columns: the widest parts that divide it. kernel: a
-    key of GPU."""
+    """Returns the GpuSizes of a kernel whose results have `out` columns, a multiple of 64: the widest parts that divide
+    it.
+
+    kernel: a key of GPU."""
     widest, stages = GPU[kernel]
     columns, parts = next(p for p in GPU_PARTS if math.prod(p) <= widest and out % math.prod(p) == 0)
     return GpuSizes(columns * parts, stages, columns, parts)

@@ -54,7 +54,8 @@ class Call:
     """The static part of a call: implementation, activation, and how tokens are cut into chunks and rows into
     blocks.
 
-    run: the implementation. exchange: moves tokens between devices."""
+    run: the implementation. activation: (gate, up) -> hidden, or up -> hidden. exchange: moves tokens between devices.
+    """
 
     run: Implementation
     activation: Callable
@@ -97,7 +98,12 @@ def accumulator(dtype):
 
 @custom_vjp(0)
 def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
-    """Computes api.experts chunk by chunk of tokens; returns y [T, D] in x's dtype. call: Call. weights: in
+    """Computes api.experts chunk by chunk of tokens; returns y [T, D] in x's dtype.
+
+    Where K > E, the outputs of a whole chunk are NaN if its ids repeat within tokens so that they need more rows than
+    distinct ids could.
+
+    call: Call. ids_TxK: int32, outside 0 <= id < E = an empty slot. gates_TxK: fp32 or float64. weights: in
     api.experts' order."""
     def one(_, xs):
         x, ids, gates = call.exchange.gathered(*xs)
@@ -148,7 +154,10 @@ experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def added(lay: Layout, gates_txK, out_RxD):
-    """Returns [t, D]: for each token the sum of its slots' rows times their gates (None = 1), in the order of slots."""
+    """Returns [t, D], in out's dtype: for each token the sum of its slots' rows times their gates (None = 1), in the
+    order of slots. Empty slots add 0; nothing is divided.
+
+    lay: Layout of t tokens. gates_txK: in out's dtype. out_RxD: what the experts return by row."""
     y = jnp.zeros((lay.rows.shape[0], out_RxD.shape[1]), out_RxD.dtype)
     for k in range(lay.rows.shape[1]):
         rows = lay.rows[:, k]

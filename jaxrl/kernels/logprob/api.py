@@ -47,7 +47,7 @@ def logprob_and_entropy(
         up to chunked.KEPT_CPU of them for the backward pass, and computes them again where there are more.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       transposed: the head is an embedding table [V, D] (static). It is read as it lies, not copied per call.
-      implementation: "chunked", or "reference" (full logits).
+      implementation: "chunked", or "reference" (full logits); another name is taken as "chunked".
 
     Returns:
       (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input). With `top` also their (ids_RxSxtop int32,
@@ -56,8 +56,8 @@ def logprob_and_entropy(
       Where the head is not differentiated its gradient is not computed.
 
     Raises:
-      ValueError: top outside 0..V; ids together with a support; a head that is differentiated beside `more`.
-    """
+      ValueError: top outside 0..V; ids together with a support; a head that is differentiated beside `more`
+        (chunked only)."""
     vocab = head.shape[0 if transposed else 1]
     if not 0 <= top <= vocab:
         raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {vocab}")

@@ -55,18 +55,20 @@ class Split(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The valid ones among N = R * S tokens, in order, cut into T chunks of C places."""
+    """The valid ones among N = R * S tokens, in order, cut into T chunks of C places; the last places may be empty."""
 
     at: jax.Array     # [T, C] int32, where each place's token is among the N; N = none
     place: jax.Array  # [N] int32, each valid token's place among the T * C
     valid: jax.Array  # [N] bool
 
     def chunks(self, x_RxSx):
-        """Maps values by slot [R, S, ...] to [T, C, ...]; 0 at places without a token."""
+        """Returns values by token [R, S, ...] as values by place [T, C, ...]; 0 at places without a token."""
         return jnp.take(x_RxSx.reshape(len(self.valid), *x_RxSx.shape[2:]), self.at, axis=0, mode="fill", fill_value=0)
 
     def back(self, x_TxCx, shape_RxS, empty=0):
-        """Maps results by place [T, C, ...] to [R, S, ...], `empty` where not valid."""
+        """Returns results by place [T, C, ...] as results by token [R, S, ...], `empty` where a token is not valid.
+
+        shape_RxS: (R, S)."""
         found = x_TxCx.reshape(self.at.size, *x_TxCx.shape[2:])[self.place]
         found = jnp.where(self.valid.reshape(-1, *[1] * (found.ndim - 1)), found, empty)
         return found.reshape(*shape_RxS, *found.shape[1:])
@@ -90,10 +92,14 @@ def _first_token(vocab: int, axis):
 
 
 def held(tokens, vocab: int, axis):
-    """Returns (index into this device's `vocab` tokens, bool: whether it holds the token), both in the shape of
-    `tokens`.
+    """Returns (index among this device's tokens, bool: whether it holds the token), both in the shape of `tokens`.
 
-    axis: the mesh axis that the vocabulary is split over; None = whole."""
+    The index is outside 0..vocab - 1 where this device does not hold the token. Call it within a shard_map if there is
+    an axis.
+
+    Args:
+      tokens: int ids of the whole vocabulary. vocab: size of this device's part.
+      axis: the mesh axis that the vocabulary is split over; None = whole."""
     return _held(tokens, vocab, _first_token(vocab, axis))
 
 
@@ -264,12 +270,16 @@ def _times_weights(d_CxW, part, transposed: bool):
 @custom_vjp(9, 10, 11, 12, 13)
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                         more_rxV, softcap, top, chunk, split, transposed):
-    """Computes log-probs and entropies in chunks; arguments and results as in api.logprob_and_entropy.
+    """Computes log-probs and entropies in nats, in chunks of tokens; fp32, or float64 for float64 input.
+
+    Args as of api.logprob_and_entropy, which checks them and says what each is, but all are given here: valid_RxS;
+    support_RxSxK with K = 0 for none; temperature as an array in fp32 or better.
 
     Returns:
       (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at last their
-      log-probs.
-    """
+      log-probs; 0 where not valid (ids: -1).
+
+    Raises ValueError where the head is differentiated beside more_rxV."""
     return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                     more_rxV, softcap, top, chunk, split, transposed, keep=False)[0]
 

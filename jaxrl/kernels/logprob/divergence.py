@@ -29,7 +29,7 @@ from jaxrl.types import custom_vjp
 
 
 class How(NamedTuple):
-    """The static part of a call.
+    """The static part of a call of `divergence`.
 
     kind, beta: of the divergence. chunk: tokens whose logits exist at once. split: mesh axes, or None. transposed:
     whether the heads are [V, D]."""
@@ -54,21 +54,25 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
     """Returns [R, S] divergence in nats of softmax(softcap(hidden @ head) / temperature) from the teacher's.
 
     Args:
-      hidden_RxSxD, head, softcap, transposed, chunk, split: as of logprob_and_entropy.
+      hidden_RxSxD: the student's hidden states that predict the targets. head: its output matrix [D, V], or [V, D]
+        where `transposed` (static); cast to hidden's dtype.
       teacher_RxSxE, teacher_head, ...: the same of the teacher. Its head has as many tokens as the student's.
       valid_RxS: bool; where False the result and all gradients are 0. None = all valid.
       kind: forward, reverse or jsd, see the module. beta: of jsd, above 0 and below 1.
       vocab: ids from this one on are left out of both distributions, which are renormalised; 0 = none.
       temperature, teacher_temperature: positive numbers; no gradient flows to them.
-      implementation: "chunked", or "reference" (full logits, automatic differentiation).
+      softcap, teacher_softcap: cap * tanh(logit / cap) on the logits, 0 = none (static).
+      chunk: valid tokens of a device whose logits exist at once, at most (static).
+      split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
+      implementation: "chunked", or "reference" (full logits, automatic differentiation); another
+        name is taken as "chunked".
 
     Returns:
-      fp32 (float64 for float64 input). Gradients flow to hidden and head (where they are differentiated), summed in
-      fp32; none to the teacher.
+      fp32 (float64 for float64 input), per token: nothing is summed or averaged over tokens. Gradients flow to hidden
+      and head (where they are differentiated), summed in fp32; none to the teacher.
 
     Raises:
-      ValueError: heads of different vocabularies, an unknown kind, beta outside (0, 1).
-    """
+      ValueError: heads of different vocabularies, an unknown kind, beta outside (0, 1)."""
     size, other = head.shape[0 if transposed else 1], teacher_head.shape[0 if teacher_transposed else 1]
     if size != other:
         raise ValueError(f"divergence: the student's head has {size} tokens, the teacher's {other}: cut or pad one")

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 
 def capped_logits(hidden, head, softcap, transposed, few=None, more=None):
-    """Maps [..., D] x [D, V] (transposed: [V, D]) -> logits [..., V] in fp32 or better, soft-capped.
+    """Returns hidden [..., D] x head [D, V] (transposed: [V, D]) as logits [..., V] in fp32 or better, soft-capped.
 
-    few [..., r], more [r, V]: their product is added before the cap; None = there is none.
-    """
+    Args:
+      softcap: cap * tanh(logit / cap); 0 = none. transposed: whether the head is [V, D].
+      few [..., r], more [r, V]: their product is added before the cap; None = there is none."""
     acc = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = ((hidden.ndim - 1,), (1 if transposed else 0,)), ((), ())
     logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=acc)
@@ -29,7 +30,9 @@ OUTSIDE = -1e30  # logit of a token outside the support: finite, so that 0 * it 
 
 
 def allowed(support, vocab: int):
-    """Returns the mask [..., V] of supports [..., K] of token ids, -1 = unused; all True where K is 0."""
+    """Returns the mask [..., V], True at the ids of supports [..., K] (int, -1 = unused); all True where K is 0.
+
+    vocab: V; ids from V on are dropped."""
     if not support.shape[-1]:
         return jnp.ones((*support.shape[:-1], vocab), bool)
     flat = support.reshape(-1, support.shape[-1])
@@ -40,7 +43,11 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                         more_rxV, softcap, top, transposed):
-    """Computes api.logprob_and_entropy with full logits [R, S, V]; same arguments and results."""
+    """Computes api.logprob_and_entropy with full logits [R, S, V], in fp32 or better and in nats.
+
+    Args as of api.logprob_and_entropy, which says what each is, but all are given here: valid_RxS; support_RxSxK with K
+    = 0 for none. Returns (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at
+    last their log-probs; 0 where not valid (ids: -1)."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed, few_RxSxr, more_rxV) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)
@@ -65,8 +72,10 @@ def mixture(logp, logq, beta: float):
 
 
 def divergence(logp, logq, kind: str, beta: float):
-    """Returns the divergence in nats, [...], of log-probs [..., V] of student and teacher; kinds as in
-    divergence.py."""
+    """Returns the divergence in nats, [...], of log-probs [..., V] of the student (logp) from the teacher's (logq).
+
+    kind: forward KL(q || p), reverse KL(p || q), or jsd = beta KL(q || M) + (1 - beta) KL(p || M) with M = beta q +
+    (1 - beta) p; beta is read for jsd alone."""
     kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), axis=-1)  # noqa: E731
     if kind == "forward":
         return kl(logq, logp)

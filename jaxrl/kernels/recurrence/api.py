@@ -18,7 +18,9 @@ ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chunks, state_BxGxKxV=None,
                implementation="auto", delta: bool = True):
-    """Per value head, token after token of a sequence, from the state S [K, V] before it:
+    """Computes the gated delta rule, or Mamba-2's recurrence, of packed rows; returns (outputs, last states).
+
+    Per value head, token after token of a sequence, from the state S [K, V] before it:
 
         S <- exp(g) S;  S <- S + k (beta (v - k S))^T;  out = q S
 
@@ -44,8 +46,7 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
       Sums and the state are fp32 or better; gpu rounds q, k and what is multiplied with a state to v's dtype. Rows
       whose chunks do not fit (chunks_of) are NaN.
 
-    Raises ValueError: unknown implementation, or G not a multiple of H.
-    """
+    Raises ValueError: unknown implementation, or G not a multiple of H."""
     heads, groups = v_BxLxGxV.shape[2], k_BxLxHxK.shape[2]
     if heads % groups:
         raise ValueError(f"recurrence: {heads} value heads are not a multiple of {groups} key heads")

@@ -43,7 +43,8 @@ def stretch(length: int, key: int, value: int) -> int:
 
     In shorter rows the power of two for which the states that are kept and the chunks that are computed again at once
     take the fewest bytes; where heads are small it is small, and chunks that no token fills are skipped sooner.
-    key, value: sizes of a head."""
+
+    length: tokens of a row. key, value: sizes of a head."""
     if length >= LONG:
         return STRETCH
     kept = 8 * key * value  # bytes of a pair of states
@@ -78,9 +79,14 @@ class Rule(NamedTuple):
 
 
 def workspace(implementation: str, rule: Rule, length: int, width: int, backward: bool) -> float:
-    """Returns the bytes that a recurrence holds for one row of `length` tokens beside inputs and output: the operands
-    by chunk, what a stretch computes, and for the backward pass the gradients of both and the pairs of states between
-    stretches. Within a fifth of what compilers take (tests/planning/test_plan.py). width: bytes of a value."""
+    """Returns the bytes that a recurrence holds for one row of `length` tokens beside inputs and output.
+
+    They are the operands by chunk, what a stretch computes, and for the backward pass the gradients of both and the
+    pairs of states between stretches. Within a fifth of what compilers take (tests/planning/test_plan.py).
+
+    Args:
+      implementation: xla, gpu or tpu; another name counts as xla. rule: sizes of the layer.
+      width: bytes of a value. backward: whether the backward pass is counted, too."""
     size = tokens_per_chunk(length)
     chunks = {"gpu": WINDOW, "tpu": STRETCH}.get(implementation) or stretch(length, rule.key, rule.value)
     stretches = -(-room(length) // chunks)
@@ -96,14 +102,15 @@ def workspace(implementation: str, rule: Rule, length: int, width: int, backward
 
 
 class Chunks(NamedTuple):
-    """Where the chunks of rows lie. Padding is in no chunk.
+    """Where the chunks of rows lie, as arrays of ints and, for saves, enters and fits, of bools. Padding is in no
+    chunk.
 
     start [B, N], of each chunk: CONTINUES, ZERO, PROMPT or GIVEN. count [B, N]: its tokens. first [B, N]: its first.
     saves [B, N]: the state after it is a prompt's so far. enters [B, L]: tokens that become part of the state.
     chunk, slot [B, L]: where a token lies; chunk N = in none. begins [B, L]: as start, of the token.
     back [B, L]: tokens of its segment before it. prompt_end [B, N]: index after the last token of a PROMPT chunk's
-    prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room.
-    """
+    prompt; prompt_size [B, N]: that prompt's tokens. fits [B]: whether the row's chunks have room and its
+    completions follow their prompt (see chunks_of)."""
 
     start: jax.Array
     count: jax.Array

@@ -50,11 +50,20 @@ class Made(NamedTuple):
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True, interpret=None):
-    """Computes api.recurrence by the Mosaic GPU kernels; same arguments and results.
+    """Computes api.recurrence by the Mosaic GPU kernels: returns (out [B, L, G, V] in v's dtype, last state [B, G, K,
+    V]).
 
-    interpret: whether the kernels run interpreted; None = where there is no GPU. Raises NotImplementedError for calls
-    that gpu_call.call_of does not serve.
-    """
+    q, k and what is multiplied with a state are rounded to v's dtype; sums and the state are fp32. Padding has output
+    0; rows whose chunks do not fit are NaN.
+
+    Args:
+      q, k: [B, L, H, K]. v: [B, L, G, V], bfloat16 or float16. g, beta: [B, L, G], log of the decay and factor on what
+        is written.
+      chunks: of chunks_of, for these rows. state: [B, G, K, V], where rows that continue begin; None = zeros.
+      delta: whether what the state returns for a token's key is taken off before its value is written.
+      interpret: whether the kernels run interpreted; None = where there is no GPU.
+
+    Raises NotImplementedError for calls that gpu_call.call_of does not serve."""
     call = call_of(delta, v.dtype, tokens_per_chunk(v.shape[1]), k.shape[3], v.shape[3], interpret)
     given = xla.by_group(k, v, state)
     out, now = _rule(call, q.astype(v.dtype), k.astype(v.dtype), v, g, beta, given, chunks)

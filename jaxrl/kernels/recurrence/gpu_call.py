@@ -14,7 +14,8 @@ WIDEST = 128        # keys: the state is 64 x K fp32 numbers in the registers of
 
 
 class Call(NamedTuple):
-    """stages: chunks in the ring. interpret: of plgpu.kernel, None = compiled."""
+    """The static part of a call: whether the rule has a delta, chunks in the ring, interpret of plgpu.kernel (None =
+    compiled)."""
 
     delta: bool
     stages: int
@@ -22,16 +23,22 @@ class Call(NamedTuple):
 
 
 def call_of(delta: bool, dtype, size: int, key: int, value: int, interpret=None) -> Call:
-    """Returns the Call for chunks of `size` tokens. Raises NotImplementedError for what the kernels do not serve.
+    """Returns the Call for chunks of `size` tokens.
 
-    interpret: False, True, or what the interpreter is told; None = where this is no GPU.
-    """
+    Args:
+      dtype: of the values. key, value: sizes of a head.
+      interpret: False, True, or what the interpreter is told; None = where this is no GPU.
+
+    Raises NotImplementedError for chips and dtypes that the kernels do not serve, and as `stages_of` does."""
     check_chip(dtype, interpret)
     return Call(delta, stages_of(delta, size, key, value), interpreted(interpret))
 
 
 def stages_of(delta: bool, size: int, key: int, value: int) -> int:
-    """Returns the chunks in the ring, or raises as `call_of` does."""
+    """Returns the chunks in the ring, at most MOST, for chunks of `size` tokens and heads of key x value numbers.
+
+    Raises NotImplementedError for keys that are no multiple of 16 up to WIDEST, values that are no multiple of ROWS,
+    and where not one chunk fits into shared memory."""
     if key % 16 or key > WIDEST or value % ROWS:
         raise NotImplementedError(f"keys of {key} and values of {value} numbers; the Mosaic GPU kernels take keys of "
                                   f"multiples of 16 up to {WIDEST} and values of multiples of {ROWS}")
@@ -43,10 +50,13 @@ def stages_of(delta: bool, size: int, key: int, value: int) -> int:
 
 
 def staged(delta: bool, size: int, key: int) -> int:
-    """Returns bytes of shared memory of one chunk in the ring, in the wider pass."""
+    """Returns bytes of shared memory of one chunk of `size` tokens in the ring, in the wider pass. key: size of a key.
+    """
     return (2 + delta) * 2 * size * key + 2 * size * size + 4 * ROWS * size + 4 * 2 * size
 
 
 def kept(size: int, key: int) -> int:
-    """Returns bytes of shared memory beside the ring: the prompt's state, and tiles of what is written."""
+    """Returns bytes of shared memory beside the ring: the prompt's state, and tiles of what is written.
+
+    size: tokens of a chunk. key: size of a key."""
     return 4 * ROWS * key + 2 * ROWS * key + (4 + 2) * ROWS * size + (1 << 10)

@@ -14,8 +14,15 @@ EXACT = jax.lax.Precision.HIGHEST
 
 
 def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV, delta: bool = True):
-    """Computes one token of each row: returns (out [B, G, V] in v's dtype, the state after it [B, G, K, V]); see
-    api.recurrence."""
+    """Computes one token of each row: returns (out [B, G, V] in v's dtype, the state after it [B, G, K, V]).
+
+    The rule is api.recurrence's: S <- exp(g) S; S <- S + k (beta (v - k S))^T; out = q S; without `delta`, v stands for
+    v - k S.
+
+    Args:
+      q_BxHxK, k_BxHxK: queries and keys; value head i reads key head i // (G / H). v_BxGxV: values.
+      g_BxG: log of the decay, at most 0. beta_BxG: factor on what is written.
+      state_BxGxKxV: the state before the token; all is computed, and the state returned, in its dtype."""
     acc, repeats = state_BxGxKxV.dtype, v_BxGxV.shape[1] // k_BxHxK.shape[1]
     q, k = (jnp.repeat(x.astype(acc), repeats, axis=1) for x in (q_BxHxK, k_BxHxK))
     state = state_BxGxKxV * jnp.exp(g_BxG.astype(acc))[..., None, None]
@@ -28,7 +35,14 @@ def step(q_BxHxK, k_BxHxK, v_BxGxV, g_BxG, beta_BxG, state_BxGxKxV, delta: bool 
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
-    """Computes api.recurrence token by token; same arguments and results."""
+    """Computes api.recurrence token by token: returns (out [B, L, G, V] in v's dtype, the last state [B, G, K, V]).
+
+    The state is fp32 or better. Padding has output 0; rows whose chunks do not fit are NaN.
+
+    Args:
+      q, k: [B, L, H, K]. v: [B, L, G, V]. g, beta: [B, L, G], log of the decay and factor on what is written.
+      chunks: of chunks_of, for these rows. state: [B, G, K, V], where rows that continue begin; None = zeros.
+      delta: whether what the state returns for a token's key is taken off before its value is written."""
     acc = jnp.promote_types(v.dtype, jnp.float32)
     shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     given = jnp.zeros(shape, acc) if state is None else state.astype(acc)

@@ -30,7 +30,16 @@ MOST = 4     # value heads of a step; their products are independent, so that on
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True, interpret=None):
-    """Computes api.recurrence with the Pallas TPU kernels; same arguments and results. interpret: None = off a TPU.
+    """Computes api.recurrence by Pallas TPU kernels: returns (out [B, L, G, V] in v's dtype, last state [B, G, K, V]).
+
+    Sums and the state are fp32 or better. Padding has output 0; rows whose chunks do not fit are NaN.
+
+    Args:
+      q, k: [B, L, H, K]. v: [B, L, G, V]. Each of float32 or bfloat16; interpreted, also float64.
+      g, beta: [B, L, G], log of the decay and factor on what is written.
+      chunks: of chunks_of, for these rows. state: [B, G, K, V], where rows that continue begin; None = zeros.
+      delta: whether what the state returns for a token's key is taken off before its value is written.
+      interpret: whether the kernels run interpreted; None = off a TPU.
 
     Raises NotImplementedError for what `check` names."""
     interpret = platform() != "tpu" if interpret is None else bool(interpret)
@@ -54,7 +63,10 @@ def heads_of_step(heads: int, repeats: int) -> tuple[int, int]:
 
 
 def check(call: Call, q, k, v, chunks: Chunks) -> None:
-    """Raises NotImplementedError for dtypes, row counts and head sizes that the kernels do not serve."""
+    """Raises NotImplementedError for dtypes, row counts and head sizes that the kernels do not serve.
+
+    call: says heads of a step and whether the kernels run interpreted. q, k [B, L, H, K], v [B, L, G, V]: of which
+    shapes and dtypes are read. chunks: of these rows; its shape is read."""
     wide = (jnp.float64,) * call.interpret
     for x in (q, k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16, *wide):
@@ -89,6 +101,10 @@ def _whole(count: int) -> int:
 
 def laid_out(chunks: Chunks, q, k, v, g, beta) -> Laid:
     """Returns the operands Laid out by chunk and head, of rows' tokens.
+
+    Args:
+      chunks: of chunks_of, for these rows.
+      q, k: [B, L, H, K]. v: [B, L, G, V]. g, beta: [B, L, G] in fp32 or better.
 
     gates [GATES, C] of each chunk: TOTAL, the sum of g up to a token in its chunk; BETA; LEFT, the log of what
     remains of a token at the end of the chunk (-inf for one that does not enter the state); END, the sum of g over

@@ -24,8 +24,8 @@ def dot(a, b, over_a, over_b):
 
 
 class Marks(NamedTuple):
-    """Masks [C, C] of pairs of tokens (row, column): lower, the row's not before the column's; strictly, behind it;
-    same."""
+    """Masks [C, C] bool of pairs of tokens (row, column): lower, the row's not before the column's; strictly, behind
+    it; same."""
 
     lower: jax.Array     # [C, C] bool
     strictly: jax.Array
@@ -80,8 +80,9 @@ def solved_of(delta: bool, one: Gates, similar, marks: Marks, spread):
 
 
 def update_of(delta: bool, one: Gates, values, recalled, solved):
-    """Returns what is written for each key, [C, V]. values [C, V].
+    """Returns what is written for each key, [C, V]: beta v, with the delta (I + A)^-1 (beta (v - faded recalled)).
 
+    one: Gates of the chunk. values: v, [C, V].
     recalled [C, V]: what the state before the chunk holds for the keys. solved: of `solved_of`."""
     if not delta:
         return one.beta * values
@@ -154,7 +155,8 @@ def gradients_of(delta: bool, one: Gates, marks: Marks, asked, keys, values, pro
     """Returns the Gradients of a chunk from those of its output, d_out [C, V], and of the state after it, d_after [K,
     V].
 
-    before [K, V]: the state before the chunk. asked, products, solved, update: as the forward pass has them."""
+    before [K, V]: the state before the chunk. keys [C, K], values [C, V]: the chunk's. asked: of `asked_for`;
+    products: of these with the keys. solved, update: of `solved_of` and `update_of`. All are fp32 or better."""
     sum_of = lambda x: jnp.sum(x, axis=1, keepdims=True)  # noqa: E731
     read, recalled = halves(delta, dot(asked, before, 1, 0))
     attended, similar = halves(delta, products)

@@ -43,7 +43,7 @@ class Call(NamedTuple):
     interpret: Any
 
     def heads(self):
-        """Returns pairs (key head, range of its value heads) of a step."""
+        """Returns an iterator of pairs (key head, range of its value heads) of a step."""
         each = self.values // self.keys
         return ((i, range(each * i, each * (i + 1))) for i in range(self.keys))
 
@@ -110,11 +110,14 @@ def _launch(call: Call, laid: Laid, body, grid, in_specs, outs, scratch, passes:
 def forward(call: Call, laid: Laid, given, words, stretches, keep: bool):
     """Returns (out [B, G, N, C, V], states after the rows [B, G, K, V], pairs of states before each stretch or None).
 
-    Pairs are [B, N / STRETCH, 2, G, K, V]: the running state and the prompt's. Chunks that are not used have no output.
+    out is in v's dtype, the rest fp32 or better. Pairs are [B, N / STRETCH, 2, G, K, V]: the running state and the
+    prompt's. Chunks that are not used have no output.
 
     Args:
-      given: states [B, G, K, V] of rows that continue. words: [B * N] int32 flags of the chunks. stretches: [1]
-        int32. keep: whether to return the pairs."""
+      laid: operands by chunk and head; N is a multiple of STRETCH.
+      given: states [B, G, K, V] of rows that continue.
+      words: [B * N] int32 flags of the chunks: start, SAVES and USED. stretches: [1] int32, how many are computed.
+      keep: whether to return the pairs."""
     grid = _Grid(call, laid, stretches[0] * STRETCH)
     (batch, groups, count, size, _), (key, value) = laid.v.shape, grid.size
     spread = spread_of(size, grid.acc)
@@ -223,9 +226,10 @@ def _chunk_of(t, stretches):
 
 
 def backward(call: Call, laid: Laid, given, pairs, d_out, d_state, words, stretches):
-    """Returns (gradients of `laid`, of `given`), from d_out [B, G, N, C, V] and d_state [B, G, K, V].
+    """Returns (gradients of `laid` in its dtypes, of `given`), from d_out [B, G, N, C, V] and d_state [B, G, K, V].
 
-    given, words, stretches: as of `forward`. pairs: what it kept."""
+    given: states [B, G, K, V] of rows that continue. pairs: what `forward` kept. words: [B * N] int32 flags of the
+    chunks. stretches: [1] int32, how many are computed."""
     grid = _Grid(call, laid, stretches[0] * 2 * STRETCH)
     stretch_at, now_at, after_at = (lambda t, n, i=i: _chunk_of(t, n)[i] for i in range(3))
     (batch, _, count, size, _), (key, value) = laid.v.shape, grid.size

@@ -30,7 +30,14 @@ BASE = 16  # rows of an inverse by substitution; larger ones are merged of these
 
 
 def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = True):
-    """Computes api.recurrence in XLA, chunk by chunk; same arguments and results."""
+    """Computes api.recurrence in XLA, by chunks: returns (out [B, L, G, V] in v's dtype, last state [B, G, K, V]).
+
+    Sums and the state are fp32 or better. Padding has output 0; rows whose chunks do not fit are NaN.
+
+    Args:
+      q, k: [B, L, H, K]. v: [B, L, G, V]. g, beta: [B, L, G], log of the decay and factor on what is written.
+      chunks: of chunks_of, for these rows. state: [B, G, K, V], where rows that continue begin; None = zeros.
+      delta: whether what the state returns for a token's key is taken off before its value is written."""
     given = by_group(k, v, state)
     (arrays, flags), used = in_stretches(stretch(k.shape[1], k.shape[3], v.shape[3]), q, k, v, g, beta, chunks)
     out, now = _through(delta, given, arrays[:5], (arrays[5], flags), jnp.sum(used, dtype=jnp.int32))
@@ -96,7 +103,9 @@ def _put(all_, one, i):
 
 
 def by_group(k, v, state):
-    """Returns the states before the rows by key head, [B, h, r, K, V] in fp32 or better; zeros if `state` is None."""
+    """Returns the states before the rows by key head, [B, h, r, K, V] in fp32 or better; zeros if `state` is None.
+
+    k, v: [B, L, h, K] and [B, L, h * r, V], of which shapes and v's dtype are read. state: [B, h * r, K, V] or None."""
     (batch, _, heads, key), acc = k.shape, jnp.promote_types(v.dtype, jnp.float32)
     shape = batch, heads, v.shape[2] // heads, key, v.shape[3]
     return jnp.zeros(shape, acc) if state is None else state.astype(acc).reshape(shape)
@@ -107,14 +116,14 @@ def in_stretches(length: int, q, k, v, g, beta, chunks: Chunks):
 
     Args:
       length: chunks of a stretch.
-      q, k, v, g, beta: as of api.recurrence.
+      q, k: [B, L, h, K]. v: [B, L, h * r, V]. g, beta: [B, L, h * r]; they come out in fp32 or better.
+      chunks: of chunks_of, for these rows.
 
     Returns:
       (arrays, flags), used.
       arrays: q, k, v, g, beta and chunks.enters, [stretches, N, B, C, ...], with value heads as h, r.
       flags: start, saves and count of the chunks, [stretches, N, B].
-      used: [stretches] bool, whether a stretch has tokens. Chunks that fill up the last stretch have none.
-    """
+      used: [stretches] bool, whether a stretch has tokens. Chunks that fill up the last stretch have none."""
     acc, heads = jnp.promote_types(v.dtype, jnp.float32), k.shape[2]
     repeats = v.shape[2] // heads
     grouped = lambda x: x.reshape(*x.shape[:2], heads, repeats, *x.shape[3:])  # noqa: E731
@@ -227,7 +236,7 @@ def at_most_zero(gap):
 
 @jax.custom_vjp
 def inverse(lower_xCxC):
-    """Returns (I + A)^-1 of strictly lower triangular matrices A [..., C, C], C a power of two.
+    """Returns (I + A)^-1 of strictly lower triangular matrices A [..., C, C], C a power of two, in A's dtype.
 
     By substitution within BASE rows and merges above, [[P, 0], [-Q A21 P, Q]]: stable where keys repeat, which
     powers of A are not."""

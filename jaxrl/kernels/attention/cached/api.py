@@ -18,22 +18,27 @@ ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
                      implementation="auto", shared=None, work=None, sinks_H=None):
-    """Attends with one query per slot over a slotted cache; it sees its own position and those before it.
+    """Attends with one query per slot over a slotted cache; it sees its own position and those before it. Has no
+    gradient.
 
     Args:
-      q_Bx1xHxK, window, softcap, scale, sinks_H: as packed.api.attention's.
+      q_Bx1xHxK: queries; head h reads key-value head h // (H / G).
       k_NxBxCxGK, v_NxBxCxGK: the cache of N layers, of any float dtype; entry c has position c.
-      positions_Bx1: a slot at or beyond C is idle and returns a finite value without meaning.
+      positions_Bx1: int; a slot at or beyond C is idle and returns a finite value without meaning.
       layer: int scalar, which of the N is read.
-      implementation: as attention's; a name without an implementation for the cache takes XLA's.
+      window: number of positions a query sees, itself included; 0 = all (static).
+      softcap: cap * tanh(score / cap) on the scaled scores; 0 = none (static).
+      scale: factor on the scores; None = K ** -0.5 (static).
+      implementation: "auto" (the first of the platform's ORDERS that serves the call) or a name; XLA's is tried after a
+        kernel that refuses, and runs for a name without an implementation for the cache.
       shared: shared.Shared, which slots have the same keys and values up to which position, or None. Its slots that are
         not idle are at or beyond that position. Where there is no window, a kernel reads these keys once per tile; XLA,
         and layers with a window, read every slot's own.
       work: of cached_work_of for the same positions, window, implementation and `shared` (then not read), or None.
+      sinks_H: a score per head of a key that every query sees and that has no value (see sinks.py); None = none.
 
     Returns:
-      out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better.
-    """
+      out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better."""
     scale = q_Bx1xHxK.shape[-1] ** -0.5 if scale is None else scale
 
     def ask(name):
@@ -51,12 +56,14 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
     """Returns the work of `cached_attention`, the same for all layers of a window: made once per decoding step.
 
     Args:
-      positions_Bx1: int32 positions of the queries.
-      shape_NxBxCxGK, dtype: of the cache's keys. heads, size: query heads and head size.
-      window, implementation, shared: as of cached_attention.
+      positions_Bx1: int32 positions of the queries; a slot at or beyond C is idle.
+      shape_NxBxCxGK, dtype: of the cache's keys. heads, size: query heads H and head size K.
+      window: number of positions a query sees, itself included; 0 = all.
+      implementation: as the `cached_attention` call's.
+      shared: shared.Shared, which slots hold the same prompt, or None; not read where there is a window.
 
     Returns:
-      A dict of one implementation's work, a pytree of arrays; empty where that implementation needs none."""
+      {name: work} of the first implementation that serves the cache, a pytree of arrays; empty where it needs none."""
     def ask(name):
         if name not in WORK:
             return {}
@@ -75,8 +82,11 @@ def least_shared(shape_BxCxGK, dtype, groups: int, implementation: str, mesh=Non
     """Returns the positions of a prompt from which on cached_attention reads it once for several slots. Where prompts
     are shorter, tiles would cost their part of every layer's result and save nothing.
 
-    shape_BxCxGK, dtype: of a layer's keys. groups: its key-value heads. implementation, mesh: of `shares_prompts`,
-    which is true."""
+    Call it only where `shares_prompts` is true: KeyError elsewhere.
+
+    Args:
+      shape_BxCxGK, dtype: of a layer's keys. groups: its key-value heads.
+      implementation, mesh: as `shares_prompts` was given them."""
     return LEAST[order(implementation, mesh)[0]](shape_BxCxGK, dtype, groups)
 
 

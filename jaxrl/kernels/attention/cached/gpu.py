@@ -42,10 +42,16 @@ class Work(NamedTuple):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size) -> Work | None:
-    """Returns the Work of a decoding step, as api.cached_work_of; None where nothing is shared or the kernel reads no
-    tiles.
+    """Returns the Work of a decoding step: which tiles of slots read a shared prompt once. None where no tiles are
+    read.
 
-    No tiles are read with a window, heads above WIDEST, or more than ROWS query heads per group."""
+    That is without `shared`, with a window, for heads above WIDEST, or more than ROWS query heads per group.
+
+    Args:
+      positions_Bx1: int32 positions of the queries; a slot at or beyond C is idle.
+      shape_NxBxCxGK: of the cache's keys. dtype: not read.
+      window: positions that a query sees, 0 = all. shared: shared.Shared or None.
+      heads, size: query heads H and head size K."""
     del dtype
     _, slots, length, width = shape_NxBxCxGK
     rows = padded(heads * size // width)
@@ -65,7 +71,8 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared, heads, size
 
 def least_shared(shape_BxCxGK, dtype, groups: int) -> int:
     """Returns the fewest positions of a prompt that a tile reads: a block; more than there are for heads above WIDEST.
-    """
+
+    shape_BxCxGK: of a layer's keys. dtype: not read. groups: key-value heads G."""
     del dtype
     size = shape_BxCxGK[2] // groups
     return sizes_of(tuned.GPU, size).block if size <= WIDEST else shape_BxCxGK[1] + 1
@@ -78,10 +85,17 @@ def padded(rows: int) -> int:
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
               work=None, sinks=None, interpret=None):
-    """Computes api.cached_attention with the Mosaic GPU kernel; same arguments and result. Has no gradient.
+    """Computes api.cached_attention with the Mosaic GPU kernel; returns out [B, 1, H, K] in q's dtype. Has no gradient.
 
-    work: of `work_of`, or None. interpret: as packed.gpu.attention's. Raises NotImplementedError for what `check`
-    names."""
+    Args:
+      q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK: queries and the cache of N layers, all of one dtype: bfloat16 or float16.
+      positions_Bx1: int; at or beyond C = an idle slot, whose output means nothing. layer: int scalar, which is read.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: positive factor on the scores. sinks: [H] fp32 scores of keys without a value, or None.
+      shared: shared.Shared or None; not read if there is `work`, of `work_of` (None = made here).
+      interpret: False, True, or what the interpreter is told; None = interpret where this is no GPU.
+
+    Raises NotImplementedError for what `check` names."""
     splits = check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret)
     from jaxrl.kernels.attention.cached.gpu_kernel import decode
 
@@ -113,9 +127,12 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
 
 
 def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
-    """Returns the number of parts that each slot's positions are split into, for the arrays of a call.
+    """Returns the number of parts that each slot's positions are split into, for the arrays of a call (see
+    `attention`).
 
-    Raises NotImplementedError for chips, dtypes, head sizes and scales that the kernel does not serve."""
+    Raises NotImplementedError for chips and dtypes that the kernel does not serve, and for mixed ones; for head sizes
+    that are no multiple of 16 from 64 to 256; more than 64 query heads per group; a scale that is not positive; a cache
+    shorter than a block, or no multiple of ALIGNED; and heads above WIDEST where positions would be split."""
     batch, _, heads, size = q_Bx1xHxK.shape
     length, width = k_NxBxCxGK.shape[2:]
     check_chip(q_Bx1xHxK.dtype, interpret)

@@ -41,6 +41,7 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
     """Computes attention of one query per slot over its cache, in splits of the cache and tiles of slots.
 
     Args:
+      q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK: of one dtype, bfloat16 or float16.
       layer_1: [1] int32, the layer of k and v that is read.
       positions_B: last position that is seen; at or beyond C the slot is idle, its output 0.
       op, sizes: the operation (window, soft-cap, scale); keys of a block, stages, registers.
@@ -51,8 +52,7 @@ def decode(q_BxGxRxK, k_NxBxCxGK, v_NxBxCxGK, positions_B, layer_1, op, sizes, s
     Returns:
       (out [P, B, G, R, K] fp32, or with one split and no tiles in q's dtype; lse [P, B, G, 64] fp32, base 2). A tile
       writes into each of its slots the lse of all its rows, R for each of its slots. Parts of a tile without blocks are
-      not written.
-    """
+      not written."""
     batch, groups, heads, size = q_BxGxRxK.shape
     length, keys, dtype = k_NxBxCxGK.shape[2], sizes.block, q_BxGxRxK.dtype
     together = 1 if work is None else work.slots.shape[1]

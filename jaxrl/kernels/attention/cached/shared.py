@@ -32,14 +32,14 @@ class Shared(NamedTuple):
 
 
 def share(prompts, lengths, shards: int = 1) -> Shared:
-    """Returns tiles of the slots with equal prompts, in numpy; the longest first, which kernels start with.
+    """Returns the Shared of slots with equal prompts, as numpy arrays: tiles of up to WIDTH slots, the longest prompts
+    of a part first, which kernels start with.
 
     Args:
       prompts: per slot what identifies its prompt's keys and values (hashable), None where it is idle.
       lengths: per slot the positions that it shares with the slots of the same prompt.
       shards: parts of equal size that the slots are split into over devices. Tiles stay inside a part, lie in its rows,
-        and count its slots from 0, as slots count its rows.
-    """
+        and count its slots from 0, as slots count its rows."""
     count = len(prompts)
     out = Shared(np.full((count, WIDTH), -1, np.int32), np.zeros(count, np.int32), np.full(count, -1, np.int32),
                  np.zeros(count, np.int32))

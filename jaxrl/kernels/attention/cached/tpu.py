@@ -103,7 +103,9 @@ def check(shape_NxBxCxGK, dtype) -> None:
 
 
 def least_shared(shape_BxCxGK, dtype, groups: int) -> int:
-    """Returns the fewest positions of a prompt that a tile reads: a block."""
+    """Returns the fewest positions of a prompt that a tile reads: a block.
+
+    shape_BxCxGK, dtype: of a layer's keys. groups: not read."""
     del groups
     return _block((1, *shape_BxCxGK), dtype)
 
@@ -138,10 +140,18 @@ def _places(shared, position_B, busy_B, block):
 
 
 def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=0, size=0) -> Work:
-    """Returns the Work of a decoding step, as api.cached_work_of: the blocks that queries at these positions see.
+    """Returns the Work of a decoding step: the blocks of the cache that queries at these positions see.
 
-    Every slot has one block at least, where its output is written. heads and size are not read. Raises as `check`
-    does."""
+    Every slot has one block at least, where its output is written.
+
+    Args:
+      positions_Bx1: int positions of the queries; a slot at or beyond C is idle.
+      shape_NxBxCxGK, dtype: of the cache's keys.
+      window: positions that a query sees, itself included; 0 = all.
+      shared: shared.Shared, which slots hold the same prompt, or None. Give None where there is a window.
+      heads, size: not read.
+
+    Raises NotImplementedError as `check` does."""
     del heads, size
     check(shape_NxBxCxGK, dtype)
     block, length = _block(shape_NxBxCxGK, dtype), shape_NxBxCxGK[2]
@@ -171,10 +181,17 @@ def work_of(positions_Bx1, shape_NxBxCxGK, dtype, *, window, shared=None, heads=
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale, shared=None,
               work=None, sinks=None, interpret=None):
-    """Computes api.cached_attention with the Pallas TPU kernel; same arguments and result. Has no gradient.
+    """Computes api.cached_attention with the Pallas TPU kernel; returns out [B, 1, H, K] in q's dtype. Has no gradient.
 
-    work: of `work_of`, or None. interpret: for pallas_call; None = off a TPU. Raises NotImplementedError for what
-    `check` names."""
+    Args:
+      q_Bx1xHxK: queries. k_NxBxCxGK, v_NxBxCxGK: the cache of N layers. Each of float32 or bfloat16.
+      positions_Bx1: int; at or beyond C = an idle slot, whose output means nothing. layer: int scalar, which is read.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores. sinks: [H] scores of keys without a value, or None.
+      shared: shared.Shared or None; not read if there is `work`, of `work_of` (None = made here).
+      interpret: for pallas_call; None = off a TPU.
+
+    Raises NotImplementedError for what `check` names and for queries of another dtype."""
     check(k_NxBxCxGK.shape, k_NxBxCxGK.dtype)
     if q_Bx1xHxK.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"{q_Bx1xHxK.dtype} queries; the TPU kernel takes float32 and bfloat16")

@@ -19,8 +19,15 @@ from jaxrl.kernels.attention.packed.reference import Ids, hidden_score, visible
 
 def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window, softcap, scale,
               sinks=None):
-    """Computes api.cached_attention in XLA, reading the cache in its layout; same arguments and result. Scores are
-    [B, C, H]."""
+    """Computes api.cached_attention in XLA, reading the cache in its layout; returns out [B, 1, H, K] in q's dtype.
+
+    Scores are [B, C, H], in fp32 or better.
+
+    Args:
+      q_Bx1xHxK: queries. k_NxBxCxGK, v_NxBxCxGK: the cache of N layers, rounded to q's dtype here.
+      positions_Bx1: int position of each query, which sees the entries up to it. layer: int scalar, which is read.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores, a number. sinks: [H] scores of keys without a value, or None."""
     batch, _, heads, size = q_Bx1xHxK.shape
     k_BxCxGK, v_BxCxGK = (x[layer].astype(q_Bx1xHxK.dtype) for x in (k_NxBxCxGK, v_NxBxCxGK))
     groups = k_BxCxGK.shape[2] // size

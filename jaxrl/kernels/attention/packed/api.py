@@ -40,7 +40,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
     count only where such queries' cotangents are 0.
 
     Args:
-      q_BxLxHxK: queries; head h reads key-value head h // (H / G).
+      q_BxLxHxK: queries of a float dtype; head h reads key-value head h // (H / G).
       k_BxSxGxK, v_BxSxGxK: keys and values.
       q_positions_BxL, k_positions_BxS: int positions within the sequence; rows of 1 broadcast over B.
       q_segments_BxL, k_segments_BxS: int segment ids (0 = padding, which real queries never see), both or neither.
@@ -60,8 +60,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
       out_BxLxHxK in v's dtype; scores and softmax are fp32 or better.
 
     Raises:
-      ValueError: unknown implementation, or H not a multiple of G.
-    """
+      ValueError: unknown implementation, or H not a multiple of G."""
     heads, groups = q_BxLxHxK.shape[2], k_BxSxGxK.shape[2]
     if heads % groups:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key-value heads")
@@ -82,10 +81,21 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
     """Returns what `attention` needs before it computes: the same for all layers of a window, so it is done once per
     step.
 
-    Args as attention's, with shapes and dtype in place of queries and keys. Returns a pytree of arrays whose leading
-    axes are rows, or devices' own lists; empty where the implementation that will run needs none. among: names of the
-    implementations that may run; None = all.
-    """
+    Args:
+      q_shape, kv_shape: (B, L, H, K) of the queries, (B, S, G, K) of keys and values. dtype: theirs.
+      q_positions_BxL, k_positions_BxS: int positions within the sequence; rows of 1 broadcast over B.
+      q_segments_BxL, k_segments_BxS: int segment ids, 0 = padding; both or neither.
+      q_prefixes_BxL: int id of a second visible segment (a shared prompt), 0 = none.
+      q_reach_BxL: int, the last position that a query sees; None = its own.
+      window: number of positions a query sees, itself included; 0 = all.
+      implementation: as the `attention` call's.
+      among: names of the implementations that may run; None = all.
+
+    Returns:
+      {name: work} of the first implementation that serves these shapes, a pytree of arrays whose leading axes are rows,
+      or devices' own lists; empty where the implementation that will run needs none.
+
+    Raises ValueError for an unknown implementation."""
     ids = ids_of(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, q_reach_BxL, window)
 
     def ask(name):
@@ -96,8 +106,10 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
 
 def ids_of(q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach, window) -> Ids:
-    """Returns the Ids of a call. Without a window a query's position says nothing but how far it sees: there every
-    implementation serves a reach."""
+    """Returns the Ids of a call from api.attention's arguments: int arrays [B, L] and [B, S], or None.
+
+    Without a window (0) a query's position says nothing but how far it sees, so a reach takes its place and `q_reach`
+    is None: there every implementation serves a reach."""
     if q_reach is not None and not window:
         q_positions, q_reach = q_reach, None
     return Ids(q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach)

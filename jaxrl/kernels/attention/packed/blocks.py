@@ -27,7 +27,9 @@ def active_blocks(ids: Ids, *, window, block_q, block_k):
 
     Padding queries (segment 0) want nothing. Rows of 1 broadcast over B. The last blocks may be partly empty. XLA for
     TPUs and GPUs reduces the comparisons as it makes them: no [L, S] array exists; for CPUs it does, of bools.
-    """
+
+    ids: Ids, int positions and segments [B, L] and [B, S]. window: positions that a query sees, itself included; 0 =
+    all. block_q, block_k: queries and keys of a block."""
     q_pos, k_pos, q_seg, k_seg, prefixes, reach = filled_ids(ids, block_q, block_k)
     if q_seg is not None and reach is not None:
         reach = jnp.where(q_seg == 0, NO_QUERY, reach)
@@ -57,6 +59,7 @@ def filled(x_BxL, block, value):
 
 
 def filled_ids(ids: Ids, block_q, block_k) -> Ids:
-    """Returns both sides up to a multiple of their blocks, with what sees nothing and is not seen."""
+    """Returns the Ids with queries up to a multiple of block_q and keys of block_k; what fills them up sees nothing and
+    is not seen."""
     sides = (block_q, NO_QUERY), (block_k, NO_KEY), (block_q, 0), (block_k, 0), (block_q, 0), (block_q, NO_QUERY)
     return Ids(*(x if x is None else filled(x, *side) for x, side in zip(ids, sides, strict=True)))

@@ -30,8 +30,14 @@ SCORES_CPU = 1 << 20  # what its cache holds
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
-    """Returns the BlockLists of key blocks of every query block, for all layers of a window. At most SCORES pairs are
-    compared at once.
+    """Returns the BlockLists of key blocks of every query block (of BLOCK tokens), for all layers of a window.
+
+    At most SCORES pairs are compared at once.
+
+    Args:
+      q_shape: (B, L, H, K) of the queries. kv_shape, dtype: not read.
+      ids: Ids, int positions and segments of queries [B, L] and keys [B, S]; the lists have as many rows as they do.
+      window: positions that a query sees, itself included; 0 = all.
 
     Raises NotImplementedError for rows shorter than WORTH_IT, where `auto` runs the reference, which needs no lists."""
     del kv_shape, dtype
@@ -60,10 +66,17 @@ def _lists(rows, ids: Ids, window) -> BlockLists:
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None):
-    """Computes api.attention in XLA, block by block of queries over the key blocks they see; same arguments and result.
+    """Computes api.attention in XLA, block by block of queries over the key blocks they see: out [B, L, H, K] in v's
+    dtype.
 
-    work: of `work_of`, or None. chosen: False leaves rows shorter than WORTH_IT to the reference
-    (NotImplementedError)."""
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: queries, keys and values; scores and softmax are fp32 or better.
+      ids: Ids, positions and segments, as `api.ids_of` returns them.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores, a number.
+      chosen: False leaves rows shorter than WORTH_IT to the reference (NotImplementedError).
+      work: of `work_of`, for these ids and this window; None = made here.
+      sinks: [H] scores of keys that every query sees and that have no value; None = none."""
     rows, length = q_BxLxHxK.shape[:2]
     if not chosen and length < WORTH_IT:
         raise NotImplementedError(f"{length} queries: the reference is faster")
@@ -72,16 +85,32 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, **options):
-    """Returns (out [B, L, H, K], lse [B, L, H]) over the given part of the keys, as ring.PARTS describes."""
+    """Returns (out [B, L, H, K] in v's dtype, lse [B, L, H] in fp32 or better) of attention to one part of a row's
+    keys.
+
+    lse is the natural logarithm of the softmax's sum over that part, -inf where a query sees no key of it; `out` means
+    nothing there.
+
+    Args:
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S].
+      work: of `work_of` for them; None = made here.
+      options: window (positions that a query sees, 0 = all), softcap (0 = none) and scale (a number), all of them."""
     ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
     out, log_sum, cut = _computed(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, work, _Options(**options))
     return cut.joined(out), cut.joined(log_sum[..., None])[..., 0]
 
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, **options):
-    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+    """Returns what one part of a row's keys adds to the gradients: q's [B, L, H, K], k's and v's [B, S, G, K], in their
+    dtypes.
 
-    out, lse: of the whole row. g: cotangent of out."""
+    Args:
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S].
+      work: of `work_of` for them; None = made here.
+      out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
+        key.
+      g_BxLxHxK: cotangent of out.
+      options: window (positions that a query sees, 0 = all), softcap (0 = none) and scale (a number), all of them."""
     ids, work = _prepared(len(q_BxLxHxK), ids, work, options["window"])
     cut = _Cut.of(q_BxLxHxK.shape, _keys(k_BxSxGxK).shape)
     log_sum = cut.queries(_finite(lse_BxLxH)[..., None])[..., 0]

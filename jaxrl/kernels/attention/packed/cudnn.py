@@ -20,8 +20,16 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
               sinks=None):
     """Computes api.attention with cuDNN where every row holds one sequence, else with the implementation of `beside`.
 
-    Same arguments and result. work: of `work_of`, for these ids and this window; None = made here. Raises
-    NotImplementedError for what cuDNN does not serve, and where queries are not all keys."""
+    The device decides at run time; both are compiled. Returns out [B, L, H, K] in v's dtype.
+
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: all of one dtype, bfloat16 or float16, with S = L > 1.
+      ids: Ids, positions and segments, as `api.ids_of` returns them.
+      window: positions that a query sees, itself included; 0 = all. scale: factor on the scores.
+      chosen: not read. work: of `work_of`, for these ids and this window; None = made by `beside`'s implementation.
+
+    Raises NotImplementedError off a GPU; for other or mixed dtypes; a reach, `sinks` or a soft-cap; head sizes that are
+    no multiple of 8 or above `largest_head`; and where queries are not all keys."""
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
@@ -50,13 +58,18 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):
-    """Returns the work of the implementation beside cuDNN (`beside`), for the rows that cuDNN does not run."""
+    """Returns the work of the implementation beside cuDNN (`beside`), for the rows that cuDNN does not run.
+
+    q_shape, kv_shape: (B, L, H, K), (B, S, G, K). ids: Ids, int positions and segments [B, L] and [B, S]. window:
+    positions that a query sees, 0 = all."""
     return beside(q_shape, kv_shape, dtype).work_of(q_shape, kv_shape, dtype, ids, window=window)
 
 
 def beside(q_shape, kv_shape, dtype):
     """Returns the module (gpu, or blockwise where that does not serve the shapes) that runs rows holding several
-    sequences."""
+    sequences.
+
+    q_shape, kv_shape: (B, L, H, K), (B, S, G, K). dtype: of queries and keys."""
     try:
         gpu.check(q_shape, kv_shape, dtype, interpret=False)
     except NotImplementedError:
@@ -72,11 +85,12 @@ def largest_head() -> int:
 
 def one_sequence(shape, ids: Ids):
     """Returns (bool scalar: in every row each real query sees every real key up to its own index; real tokens of each
-    row [B], at least 1).
+    row [B] int32, at least 1).
 
     So it is where a row holds one sequence from position 0 on, then padding: one segment, or a prompt and one
     completion behind it, whose prefix is the prompt.
-    """
+
+    shape: (B, L). ids: Ids of as many queries as keys; a reach is not read."""
     q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, _ = ids
     at = jnp.arange(shape[1])[None]
     if q_segments_BxL is None:
@@ -101,7 +115,10 @@ def one_sequence(shape, ids: Ids):
 
 
 def causal(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, lengths_B, window, scale):
-    """Computes causal attention [B, L, H, K] of rows of the given lengths [B]; 0 after them. window: 0 = none."""
+    """Computes causal attention with cuDNN; returns out [B, L, H, K], 0 from a row's length on.
+
+    q, k, v: of one dtype, bfloat16 or float16. lengths_B: int32, at least 1. window: positions that a query sees,
+    itself included; 0 = all. scale: factor on the scores."""
     out = jax.nn.dot_product_attention(
         q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, scale=scale, is_causal=True, query_seq_lengths=lengths_B,
         key_value_seq_lengths=lengths_B, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")

@@ -54,7 +54,15 @@ def check(q_shape, kv_shape, dtype, interpret=None) -> None:
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Kernels:
-    """Returns the Kernels of Plans for calls with these shapes and ids. Raises NotImplementedError as `check` does."""
+    """Returns the Kernels of Plans for calls with these shapes and ids; every array has a leading axis of 1, the
+    device.
+
+    Args:
+      q_shape, kv_shape: (B, L, H, K) of the queries, (B, S, G, K) of the keys. dtype: theirs.
+      ids: Ids, int positions and segments of queries [B, L] and keys [B, S]; rows of 1 broadcast over B.
+      window: positions that a query sees, itself included; 0 = all. interpret: as `attention`'s.
+
+    Raises NotImplementedError as `check` does."""
     check(q_shape, kv_shape, dtype, interpret)
     made = Kernels(*(plan(q_shape[0], ids, window=window, parts=one.consumers, block=one.block, transposed=transposed)
                      for one, transposed in zip(sizes_for(q_shape[3]), (False, False, True), strict=True)))
@@ -63,11 +71,20 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window, interpret=None) -> Ke
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None, interpret=None):
-    """Computes api.attention with the Mosaic GPU kernels; same arguments and result. Raises NotImplementedError for
-    what `check` names.
+    """Computes api.attention with the Mosaic GPU kernels; returns out [B, L, H, K] in v's dtype.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: False, True, or what the
-    interpreter is told; None = where this is no GPU."""
+    Queries that see no key give 0.
+
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: all of one dtype, bfloat16 or float16.
+      ids: Ids, positions and segments, as `api.ids_of` returns them.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: positive factor on the scores. chosen: not read.
+      work: of `work_of`, for these ids and this window; None = made here.
+      sinks: [H] fp32 scores of keys that every query sees and that have no value; None = none.
+      interpret: False, True, or what the interpreter is told; None = interpret where this is no GPU.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :q_BxLxHxK.shape[1]]
@@ -121,7 +138,10 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call; interpret: None = compiled, else the interpreter's parameters."""
+    """The static part of a call.
+
+    op: scale, soft-cap, window. sizes: Sizes of the three kernels. interpret: None = compiled, else the interpreter's
+    parameters."""
 
     op: Op
     sizes: Kernels
@@ -129,9 +149,10 @@ class Call:
 
 
 def prepared(q, k, v, ids, window, softcap, scale, work, interpret):
-    """Returns (Call, (plans, q, k, v)): both sides filled up to multiples of UNIT, plans of this device.
+    """Returns (Call, (plans, q, k, v)): both sides filled up with zeros to multiples of UNIT, the plans of this device.
 
-    Raises NotImplementedError for mixed dtypes, a scale that is not positive, and as `check` does."""
+    The arguments are those of `attention`. Raises NotImplementedError for mixed dtypes, a scale that is not positive,
+    and as `check` does."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the Mosaic GPU kernels take one type")
     check(q.shape, k.shape, q.dtype, interpret)

@@ -29,17 +29,22 @@ from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of,
 
 
 def stats(out_BxLxHxK, d_out_BxLxHxK, lse_BxHxL):
-    """Returns [B, H, 2, L] fp32, which the backward kernels read per query: lse, and delta = sum over K of d_out *
-    out."""
+    """Returns [B, H, 2, L] fp32, which the backward kernels read per query: lse, and delta = sum over K of d_out * out.
+
+    lse_BxHxL: in base 2, with the sinks if there are any."""
     delta = jnp.einsum("blhk,blhk->blh", out_BxLxHxK.astype(jnp.float32), d_out_BxLxHxK.astype(jnp.float32))
     delta = lax.optimization_barrier(delta)  # or XLA adds up within the stack: a thread a row, 3 KB apart, not a warp
     return jnp.stack([lse_BxHxL, delta.swapaxes(1, 2)], axis=2)
 
 
 def dq(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dq [B, L, H, K] in q's dtype, blocks executed [B, H, N], or None where they are not counted).
+    """Returns (dq [B, L, H, K] in q's dtype, blocks executed [B, H, N] int32, or None where they are not counted).
 
-    stats: of `stats`. plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys."""
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK: of one dtype, L and S multiples of gpu_plan.UNIT.
+      stats_BxHx2xL: of `stats`.
+      plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys.
+      op: gpu_chip.Op. sizes: gpu_chip.Sizes of this kernel. interpret: of plgpu.kernel; None = compiled."""
     *_, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     scratch = dict(
@@ -142,9 +147,14 @@ def _d_scores(weights, d_weights, delta, tanh):
 
 
 def dkv(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK, stats_BxHx2xL, plan, op, sizes, interpret=None):
-    """Returns (dk, dv [B, S, G, K], blocks executed [B, G * P, N] or None), P shares of a key head's query heads.
+    """Returns (dk, dv [B, S, G, K] in q's dtype, blocks executed [B, G * P, N] int32 or None), P shares of a key head's
+    query heads. dk and dv are summed over those heads.
 
-    stats: of `stats`. plan: gpu_plan.Plan, transposed, of sizes.consumers parts and blocks of sizes.block queries."""
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, d_out_BxLxHxK: of one dtype, L and S multiples of gpu_plan.UNIT.
+      stats_BxHx2xL: of `stats`.
+      plan: gpu_plan.Plan, transposed, of sizes.consumers parts and blocks of sizes.block queries.
+      op: gpu_chip.Op. sizes: gpu_chip.Sizes of this kernel. interpret: of plgpu.kernel; None = compiled."""
     (batch, length, groups, size), dtype = k_BxSxGxK.shape, q_BxLxHxK.dtype
     consumers, queries, warpgroups = sizes.consumers, sizes.block, sizes.consumers * sizes.parts
     per_group = q_BxLxHxK.shape[2] // groups

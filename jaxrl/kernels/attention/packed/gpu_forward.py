@@ -21,12 +21,15 @@ from jaxrl.kernels.attention.packed.gpu_kernel import launch, part_of, stage_of,
 
 
 def forward(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, plan, op, sizes, interpret=None):
-    """Returns (out [B, L, H, K], lse [B, H, L] in base 2 and fp32, blocks executed [B, H, N], or None where they are
-    not counted).
+    """Returns (out [B, L, H, K] in q's dtype, lse [B, H, L] fp32 in base 2, blocks executed [B, H, N] int32 or None).
 
-    plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys.
+    A query that sees no key has out 0 and the lse -HIDDEN, a huge number.
 
-    op: static options. sizes: of the forward kernel."""
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: of one dtype, L and S multiples of gpu_plan.UNIT.
+      plan: gpu_plan.Plan of sizes.consumers parts and blocks of sizes.block keys.
+      op: gpu_chip.Op; blocks are counted where it says so. sizes: gpu_chip.Sizes of the forward kernel.
+      interpret: of plgpu.kernel; None = compiled."""
     batch, length, heads, size = q_BxLxHxK.shape
     consumers, keys, dtype = sizes.consumers, sizes.block, q_BxLxHxK.dtype
     results = [jax.ShapeDtypeStruct(q_BxLxHxK.shape, dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]

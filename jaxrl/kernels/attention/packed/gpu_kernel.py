@@ -29,7 +29,7 @@ def launch(consume, produce, operands, results, scratch, plan, op, sizes, interp
       produce: (where, n, block_of, operands and the plan's q_info and k_info, own), of the warpgroup that copies.
       operands: arrays. results: shapes, of which the first one is [B, rows of the side that stays, heads, K].
       scratch: {name: memory or barriers}, which is `own`.
-    """
+      plan: gpu_plan.Plan. op: gpu_chip.Op. sizes: gpu_chip.Sizes. interpret: of plgpu.kernel; None = compiled."""
     (batch, length, heads, _), consumers = results[0].shape, sizes.consumers
     tiles, warpgroups, inputs = length // (consumers * ROWS), consumers * sizes.parts, len(operands) + 2
     if op.count:

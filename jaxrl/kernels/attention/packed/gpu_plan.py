@@ -31,8 +31,12 @@ class Plan(NamedTuple):
 def plan(batch, ids: Ids, *, window, parts, block, transposed=False) -> Plan:
     """Returns the Plan of tiles of `parts` x ROWS queries over blocks of `block` keys; transposed: keys over queries.
 
-    Ids have `batch` rows, or one for all. Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
-    """
+    Padding (segment 0, and what fills up the rows) sees nothing and is not seen.
+
+    Args:
+      batch: B. ids: Ids, int positions and segments [B, L] and [B, S], with `batch` rows, or one for all.
+      window: positions that a query sees, itself included; 0 = all.
+      parts: warpgroups' parts of a tile. block: tokens of a block of the side that passes by."""
     ids = filled_ids(ids, UNIT, UNIT)
     block_q, block_k = (block, ROWS) if transposed else (ROWS, block)
     active = active_blocks(ids, window=window, block_q=block_q, block_k=block_k)
@@ -56,7 +60,7 @@ def entry(value, parts, part=None):
     """Returns (block, None) of an entry of Plan.lists; with a part (0 or 1) of the tile, (block, whether that part sees
     it).
 
-    parts: parts of the tile, each of which has a bit in the entry."""
+    value: an entry, int32 scalar. parts: parts of the tile, each of which has a bit in the entry."""
     block = lax.div(value, jnp.int32(2 ** parts))
     return block, None if part is None else lax.rem(lax.div(value, jnp.int32(1) + part), jnp.int32(2)) == 1
 

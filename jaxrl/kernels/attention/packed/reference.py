@@ -23,8 +23,8 @@ class Ids(NamedTuple):
 
 
 def hidden_score(dtype):
-    """Returns the score of a hidden key: half of dtype's lowest number, so that a query that sees no key stays finite.
-    """
+    """Returns the score of a hidden key: half of the lowest number of `dtype`, so that a query that sees no key stays
+    finite."""
     return jnp.finfo(dtype).min / 2
 
 
@@ -32,7 +32,11 @@ def visible(ids: Ids, window):
     """Returns the mask of api.attention, bool [B, L, S]: True where the query sees the key. More leading axes
     broadcast.
 
-    window: positions a query sees, itself included; 0 = all."""
+    Padding (segment 0) is no exception here: a padding query sees the padding keys before it.
+
+    Args:
+      ids: Ids, int32; if either side has no segments, all tokens are one segment.
+      window: positions that a query sees, itself included; 0 = all."""
     q_pos, k_pos = ids.q_positions[..., :, None], ids.k_positions[..., None, :]
     mask = k_pos <= (q_pos if ids.q_reach is None else ids.q_reach[..., :, None])
     if window:
@@ -48,10 +52,12 @@ def visible(ids: Ids, window):
 
 
 def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
-    """Returns masked scores [B, G, R, L, S] in fp32 or better, R query heads per key head; hidden keys get
-    hidden_score.
+    """Returns the masked scores softcap(scale * q.k) [B, G, R, L, S] in fp32 or better; hidden keys get hidden_score.
 
-    softcap(scale * q.k); softcap 0 = none."""
+    Args:
+      q_BxLxGxRxK: queries, R query heads per key-value head. k_BxSxGxK: keys.
+      mask_BxLxS: bool, True where the query sees the key, as `visible` returns it.
+      softcap: cap * tanh(score / cap) on the scaled scores; 0 = none. scale: factor on the scores."""
     acc = jnp.promote_types(q_BxLxGxRxK.dtype, jnp.float32)
     scores = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k_BxSxGxK, preferred_element_type=acc) * scale
     if softcap:
@@ -61,13 +67,15 @@ def capped_scores(q_BxLxGxRxK, k_BxSxGxK, mask_BxLxS, softcap, scale):
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True,
               sinks=None):
-    """Computes api.attention with all scores at once; same result. Memory grows with L * S.
+    """Computes api.attention with all scores at once; returns out [B, L, H, K] in v's dtype. Memory grows with L * S.
 
     Args:
-      ids: positions and segments, as `api.ids_of` returns them.
-      chosen: not read. sinks: [H], api.attention's sinks_H.
-      the rest: as of api.attention.
-    """
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: queries, keys and values; head h reads key-value head h // (H / G).
+      ids: Ids, positions and segments, as `api.ids_of` returns them.
+      window: positions that a query sees, itself included; 0 = all.
+      softcap: cap * tanh(score / cap) on the scaled scores; 0 = none. scale: factor on the scores, a number.
+      chosen: not read.
+      sinks: [H], a score per head of a key that every query sees and that has no value; None = none."""
     del chosen
     scores, groups = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale), k_BxSxGxK.shape[2]
     top = scores.max(axis=-1, keepdims=True)
@@ -98,7 +106,17 @@ def _weighted(weights_BxGxRxLxS, v_BxSxGxK):
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale):
-    """Returns (out [B, L, H, K], lse [B, L, H]) over the given part of the keys, as ring.PARTS describes."""
+    """Returns (out [B, L, H, K] in v's dtype, lse [B, L, H] in fp32 or better) of attention to one part of a row's
+    keys.
+
+    lse is the natural logarithm of the softmax's sum over that part, -inf where a query sees no key of it; `out` means
+    nothing there.
+
+    Args:
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S].
+      work: not read.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores."""
     del work
     scores = _scores(q_BxLxHxK, k_BxSxGxK, ids, window, softcap, scale)
     top = scores.max(axis=-1, keepdims=True)
@@ -110,10 +128,19 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale):
-    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+    """Returns what one part of a row's keys adds to the gradients: q's [B, L, H, K], k's and v's [B, S, G, K], in their
+    dtypes.
 
     With weights P = exp(score - lse), they are those of sum(g * P v) - sum(delta * P), where lse and delta = sum(g *
-    out) are constants."""
+    out) are constants.
+
+    Args:
+      q, k, v: k and v of the part. ids: Ids of the queries [B, L] and of the part's keys [B, S]. work: not read.
+      out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
+        key.
+      g_BxLxHxK: cotangent of out.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores."""
     del work
     groups, acc = k_BxSxGxK.shape[2], lse_BxLxH.dtype
 

@@ -35,9 +35,8 @@ PARTS = {"tpu": tpu, "gpu": gpu, "blockwise": blockwise, "reference": reference}
 class Ring(NamedTuple):
     """The work of attention in a ring of n devices.
 
-    parts: name of an implementation -> api.work_of for the keys of each device; its leaves have an axis n after their
-    leading axis.
-    """
+    parts: {name of an implementation: api.work_of for the keys of each device}, of at most one name; the leaves have an
+    axis n after their leading axis."""
 
     parts: Any
 
@@ -51,13 +50,15 @@ class _How(NamedTuple):
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, q_reach_BxL=None, *, count: int, **options) -> Ring:
-    """Computes the work of attention in a ring: api.work_of for the keys of each of `count` devices.
+    """Returns the Ring of attention over `count` devices: api.work_of for the keys of each of them.
 
     Args:
-      kv_shape: of the keys of one device.
+      q_shape, kv_shape: (B, L, H, K) of one device's queries, (B, L, G, K) of one device's keys. dtype: theirs.
+      q_positions_BxL, q_segments_BxL, q_prefixes_BxL, q_reach_BxL: int ids of this device's queries, or None, as
+        api.attention describes them; rows of 1 broadcast over B.
       k_positions_BxS, k_segments_BxS: of the keys of all devices, one device's after another's; S = count * L.
-      the rest: as of api.work_of.
-    """
+      count: n, devices of the ring.
+      options: api.work_of's window (0 = all) and implementation."""
     def cut(x):
         return None if x is None else x.reshape(len(x), count, -1).swapaxes(0, 1)
 
@@ -75,14 +76,23 @@ def attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, q_positions_BxL, k_positions_BxL,
               implementation="auto", sinks_H=None, q_reach_BxL=None):
     """Computes api.attention of this device's queries over the keys of all devices of `axis`, within a shard_map.
 
-    All arrays are this device's part, L tokens of each row. Returns out [B, L, H, K] of its queries, in v's dtype.
-    Implementations that cannot return the logarithms of their softmax sums are skipped.
+    All arrays are this device's part, L tokens of each row. Implementations that cannot return the logarithms of their
+    softmax sums are skipped. No device ever holds the keys of a whole row.
 
     Args:
+      q_BxLxHxK, k_BxLxGxK, v_BxLxGxK: queries, keys and values; head h reads key-value head h // (H / G).
+      q_positions_BxL, k_positions_BxL: int positions within the sequence; rows of 1 broadcast over B.
+      q_segments_BxL, k_segments_BxL: int segment ids, 0 = padding; both or neither.
+      q_prefixes_BxL: int id of a second visible segment (a shared prompt), 0 = none.
       axis: name of the mesh axis.
-      work: of `work_of`.
-      the rest: as of api.attention.
-    """
+      work: of `work_of`, for these ids, window and implementation.
+      window: number of positions a query sees, itself included; 0 = all (static).
+      softcap: cap * tanh(score / cap) on the scaled scores; 0 = none. scale: factor on the scores; None = K ** -0.5.
+      implementation: "auto" or a name, as api.attention's.
+      sinks_H: a score per head of a key that every query sees and that has no value; None = none.
+      q_reach_BxL: int, the last position that a query sees; None = its own.
+
+    Returns out [B, L, H, K] of this device's queries, in v's dtype. Raises ValueError for an unknown implementation."""
     scale = q_BxLxHxK.shape[-1] ** -0.5 if scale is None else scale
     ids = api.ids_of(q_positions_BxL, k_positions_BxL, q_segments_BxL, k_segments_BxL, q_prefixes_BxL, q_reach_BxL,
                      window)

@@ -61,7 +61,14 @@ def _tiles(length: int) -> int:
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
-    """Returns the Work of calls with these shapes and ids. Raises NotImplementedError as `check` does."""
+    """Returns the Work of calls with these shapes and ids.
+
+    Args:
+      q_shape, kv_shape: (B, L, H, K) of the queries, (B, S, G, K) of the keys. dtype: theirs.
+      ids: Ids, int positions and segments of queries [B, L] and keys [B, S]; rows of 1 broadcast over B.
+      window: positions that a query sees, itself included; 0 = all.
+
+    Raises NotImplementedError as `check` does."""
     check(q_shape, kv_shape, dtype)
     length, keys = q_shape[1], kv_shape[1]
     active = active_blocks(ids, window=window, block_q=TILE, block_k=TILE)
@@ -73,18 +80,37 @@ def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> Work:
 
 def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, scale, chosen=True, work=None,
               sinks=None, interpret=None):
-    """Computes api.attention with the Pallas TPU kernels; same arguments and result. Raises NotImplementedError for
-    what `check` names.
+    """Computes api.attention with the Pallas TPU kernels; returns out [B, L, H, K] in v's dtype.
 
-    work: of `work_of`, for these ids and this window; None = made here. interpret: for pallas_call; None = off a
-    TPU."""
+    Queries that see no key give 0.
+
+    Args:
+      q_BxLxHxK, k_BxSxGxK, v_BxSxGxK: all of one dtype, float32 or bfloat16.
+      ids: Ids, positions and segments, as `api.ids_of` returns them.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores. chosen: not read.
+      work: of `work_of`, for these ids and this window; None = made here.
+      sinks: [H] fp32 scores of keys that every query sees and that have no value; None = none.
+      interpret: for pallas_call; None = off a TPU.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
 
 
 def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, softcap, scale, interpret=None):
-    """Returns (out [B, L, H, K], lse [B, L, H] fp32) over the given part of the keys, as ring.PARTS describes."""
+    """Returns (out [B, L, H, K] in v's dtype, lse [B, L, H] fp32) of attention to one part of a row's keys.
+
+    lse is the natural logarithm of the softmax's sum over that part, -inf where a query sees no key of it.
+
+    Args:
+      q, k, v: of one dtype, float32 or bfloat16; k and v of the part.
+      ids: Ids of the queries [B, L] and of the part's keys [B, S]. work: of `work_of` for them; None = made here.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores. interpret: for pallas_call; None = off a TPU.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
     out, lse = (x[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2) for x in (out, lse))
@@ -93,9 +119,19 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
 
 def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxHxK, lse_BxLxH, g_BxLxHxK, *, window,
                       softcap, scale, interpret=None):
-    """Returns the gradients of q, k and v from the given part of the keys, as ring.PARTS describes.
+    """Returns what one part of a row's keys adds to the gradients: q's [B, L, H, K], k's and v's [B, S, G, K], in their
+    dtype.
 
-    out, lse: of the whole row. g: cotangent of out."""
+    Args:
+      q, k, v: of one dtype, float32 or bfloat16; k and v of the part.
+      ids: Ids of the queries [B, L] and of the part's keys [B, S]. work: of `work_of` for them; None = made here.
+      out_BxLxHxK, lse_BxLxH: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no
+        key.
+      g_BxLxHxK: cotangent of out.
+      window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
+      scale: factor on the scores. interpret: for pallas_call; None = off a TPU.
+
+    Raises NotImplementedError for what `prepared` does not serve."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     lse = jnp.where(jnp.isneginf(lse_BxLxH), LOWEST, lse_BxLxH * LOG2E)
     out, g, lse = (_by_head(x, call.length) for x in (out_BxLxHxK, g_BxLxHxK, lse[..., None]))
@@ -112,7 +148,9 @@ def _by_head(x_BxLxHxK, length):
 def prepared(q, k, v, ids: Ids, window, softcap, scale, work, interpret):
     """Returns (tpu_kernels.Call, arrays of the core: work, q, k, v by head [B, H, L, K], ids of queries and of keys).
 
-    Both sides are filled up to whole tiles. Raises NotImplementedError for mixed dtypes and as `check` does."""
+    Both sides are filled up to whole tiles. The ids are int32 [B, I, L] and [B, S, I]: position (or reach), then
+    segment and prefix where there are some, last the position of queries that have a reach. The arguments are those of
+    `attention`. Raises NotImplementedError for mixed dtypes and as `check` does."""
     if not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(f"inputs of {q.dtype}, {k.dtype} and {v.dtype}; the TPU kernel takes one type")
     interpret = platform() != "tpu" if interpret is None else interpret

@@ -104,8 +104,9 @@ def work_list(active_BxNxM, tiles: int):
 
     Every resident tile has an entry, if need be one without active tiles: its output is written there.
 
-    Returns (int32 [T + 1], entries in order and then -1; how many, int32 []).
-    """
+    active_BxNxM: bool, whether passing tile m holds work for resident tile n; M is a multiple of `tiles`.
+
+    Returns (int32 [T + 1], entries in order and then -1; how many, int32 [])."""
     batch, resident, passing = active_BxNxM.shape
     low, middle, high = Walk(resident, passing, tiles).fields
     grouped = active_BxNxM.reshape(batch, resident, passing // tiles, tiles)
@@ -209,11 +210,14 @@ def _launch(kernel, products, call, walk, groups, work, operands, in_specs, outp
 
 
 def forward(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI):
-    """Returns (out [B, H, L, K], lse [B, H, L] fp32; the tiles computed by each block of heads, where `counted`).
+    """Returns (out [B, H, L, K] in q's dtype, lse [B, H, L] fp32 in base 2; the tiles computed by each block of heads,
+    int32, where `counted`). A query that sees no key has out 0 and an lse below any score's.
 
-    work: of work_list, key blocks of each tile of queries.
-
-    q_ids_BxIxL, k_ids_BxSxI: int32 positions and, if there are segments, segments and prefixes."""
+    Args:
+      work: of work_list, (entries, count): key blocks of each tile of queries.
+      q_BxHxLxK, k_BxGxSxK, v_BxGxSxK: of one dtype, L and S whole tiles.
+      q_ids_BxIxL, k_ids_BxSxI: int32 positions (or reach) and, if there are segments, segments and prefixes, as
+        tpu.prepared returns them."""
     walk = call.by_query
     groups, heads = _heads_at_once("forward", call, walk)
     keys = _block(call, groups, walk)
@@ -273,9 +277,14 @@ def _forward(word, first, last, count, inside, outs, scratch, call, groups):
 
 def query_gradient(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                    delta_BxHxL):
-    """Returns (dq [B, H, L, K]; where `counted`, also the tiles computed by each block of heads).
+    """Returns (dq [B, H, L, K] in q's dtype; where `counted`, also the tiles computed by each block of heads, int32).
 
-    work: the forward pass's. lse, delta [B, H, L] fp32, delta = sum(do * out) over K."""
+    Args:
+      work: of work_list, (entries, count): key blocks of each tile of queries.
+      q_BxHxLxK, k_BxGxSxK, v_BxGxSxK: of one dtype, L and S whole tiles.
+      q_ids_BxIxL, k_ids_BxSxI: int32 positions (or reach), segments, prefixes, as tpu.prepared returns them.
+      do_BxHxLxK: cotangent of out. lse_BxHxL: fp32, in base 2, with the sinks if there are any.
+      delta_BxHxL: fp32, sum(do * out) over K."""
     walk = call.by_query
     groups, heads = _heads_at_once("queries", call, walk)
     keys, per_head = _block(call, groups, walk), _per_head(heads, TILE, _resident)
@@ -317,10 +326,11 @@ def _query_gradient(word, first, last, count, inside, outs, scratch, call, group
 
 def key_gradients(call: Call, work, q_BxHxLxK, k_BxGxSxK, v_BxGxSxK, q_ids_BxIxL, k_ids_BxSxI, do_BxHxLxK, lse_BxHxL,
                   delta_BxHxL):
-    """Returns (dk, dv [B, G, S, K], summed over a group's query heads; where `counted`, also the tiles computed by each
-    block of heads).
+    """Returns (dk, dv [B, G, S, K] in the dtypes of k and v, summed over a group's query heads; where `counted`, also
+    the tiles computed by each block of heads, int32).
 
-    work: query blocks of each tile of keys. lse, delta [B, H, L] as in query_gradient."""
+    work: of work_list, (entries, count): query blocks of each tile of keys. The other arguments are those of
+    `query_gradient`."""
     walk = call.by_key
     groups, heads = _heads_at_once("keys", call, walk)
     queries, per_head = _block(call, heads, walk), _per_head(heads, walk.tiles * TILE, _passing)

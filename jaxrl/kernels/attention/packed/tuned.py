@@ -29,9 +29,14 @@ BLOCKS = 3 * gpu_chip.MULTIPROCESSORS  # of threads, for which `dk` and `dv` sha
 
 
 def key_shares(blocks: int, per_group: int, sizes: Sizes) -> int:
-    """Returns into how many equal shares the query heads of a key head are dealt, each a block of threads of its own,
-    where one share would make so many blocks: the fewest that make BLOCKS, else one head a share. Causal rows need it
-    most, since the first keys' tile costs twice the mean. Heads in parts have no room for a sum in fp32."""
+    """Returns into how many equal shares the query heads of a key-value head are dealt by the kernel of dk and dv.
+
+    Each share is a block of threads of its own. The number is the smallest that makes at least BLOCKS of them, else one
+    head a share; 1 where a head is in parts (sizes.parts), which leave no room for a sum in fp32. Causal rows need it
+    most, since the first keys' tile costs twice the mean.
+
+    blocks: blocks of threads that one share would make. per_group: query heads per key-value head. sizes: the kernel's.
+    """
     if sizes.parts > 1:
         return 1
     fits = [n for n in range(1, per_group + 1) if per_group % n == 0 and blocks * n >= BLOCKS]
