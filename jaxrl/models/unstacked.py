@@ -55,7 +55,9 @@ def joined(entries) -> tuple[parameters.Entry, ...]:
 
 
 def laid_out(source, target, params):
-    """Converts the parameters of `source` to the layout of `target`: the same model, or `for_decoding` of it. Pure."""
+    """Converts the parameter tree of the Model `source` to the layout of the Model `target`: the same model, or
+    `for_decoding` of it. Pure.
+    """
     if not target.scan_layers:
         params = by_layer(source, params)
     return _joined(target, params) if target.joined else params
