@@ -49,10 +49,12 @@ STACKED = ("routes",)  # of what layers say, that which is stacked instead of su
 class Part(NamedTuple):
     """The parameter rows and the function of a mixer or of a feed-forward.
 
-    Attributes: rows: parameters.Row of all its arrays. apply: of a mixer (weights, layer, implementation, x [B, L, D],
-      shared, cache, index) -> (y [B, L, D], keys and values), see models.decoder.attention; of a feed-forward (weights,
-      x) -> (y, auxiliary). auxiliary is a dict of arrays for the loss, which are summed over the layers (those of
-      STACKED are concatenated along their first axis).
+    Attributes:
+      rows: parameters.Row of all its arrays.
+      apply: of a mixer (weights, layer, implementation, x [B, L, D], shared, cache, index) -> (y [B, L, D], keys and
+        values), see models.decoder.attention; of a feed-forward (weights, x) -> (y, auxiliary). auxiliary is a dict of
+        arrays for the loss, which are summed over the layers (those of STACKED are concatenated along their first
+        axis).
     """
 
     rows: tuple[parameters.Row, ...]

@@ -184,10 +184,12 @@ class Model:
         image whose tokens see each other: not above that of its last token); windows compare positions. Padding
         (segment 0) returns finite values without meaning.
 
-        Args: tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL: int32, as in jaxrl.types.PackedBatch: token ids;
-          position within the sequence; segment, 0 = padding; segment of the shared prompt, 0 = none. whose_BxL: int32
-          adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set. images:
-          jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
+        Args:
+          tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL: int32, as in jaxrl.types.PackedBatch: token ids;
+            position within the sequence; segment, 0 = padding; segment of the shared prompt, 0 = none.
+          whose_BxL: int32 adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none.
+            None: no set.
+          images: jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
 
         Returns:
           (hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: the layers' outputs for the

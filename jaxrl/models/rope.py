@@ -107,8 +107,7 @@ def magnitude(rope: Rope) -> float:
     """Returns the factor on cos and sin: 1 except for yarn and longrope.
 
     There it is rope.attention_factor; if that is None:
-
-    yarn: with m(s) = 0.1 s ln(factor) + 1, m(mscale) / m(mscale_all_dim) where both are given, else m(1).
+    yarn: with m(s) = 0.1 s ln(factor) + 1, m(mscale) / m(mscale_all_dim) where both are given, else m(1);
     longrope: sqrt(1 + ln(factor) / ln(original_max)). Both are 1 for a factor of at most 1.
     """
     if rope.kind not in ("yarn", "longrope"):
