@@ -262,7 +262,7 @@ def is_adapter(name: str) -> bool:
 
 
 def trains(model) -> frozenset[str]:
-    """Returns the flat names of the trainable arrays: A, B, m and the modules that train whole. model: with an adapter."""
+    """Returns the flat names of the trainable arrays: A, B, m and modules that train whole. model: with an adapter."""
     own = {"/".join(entry.path) for entry in model.entries}
     return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b", "/m"))) | saved_paths(
         model.adapter, model.base.entries)
@@ -280,7 +280,7 @@ def joined(params, flat: dict):
 
 
 def base_in_few_bits(model, params):
-    """Quantizes parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes, whose
+    """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes, whose
     kernels are {codes, scale} (adapters.quantized). Other arrays are unchanged, all of them if the adapter has no
     `quantized`.
     """
@@ -436,8 +436,8 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
 
 def magnitudes(model, base_params) -> dict[str, jax.Array]:
     """Returns {flat name: initial value} of m of decomposed adapters, fp32 or better: the Euclidean lengths of the
-    base's columns over the inputs, [*outputs]; {} for other adapters. base_params: of `model.base`, or its quantized
-    tree.
+    base's columns over the inputs, [*stacked, *outputs]; {} for other adapters. base_params: of `model.base`, or its
+    quantized tree.
     """
     out, rows = {}, {e.path: e for e in model.base.entries}
     for entry in model.entries:

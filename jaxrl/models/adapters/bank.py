@@ -33,7 +33,7 @@ def numbers_of_rows(whose_BxL):
 
 def product(x, kernels, numbers_B, inputs: int):
     """Contracts x [B, ..., *I] over its last `inputs` axes with each row's kernel of [K, *I, *O]; [B, ..., *O] in their
-    dtype. numbers_B: int, which of the K kernels a row has. A row's kernel is copied for it: B kernels exist at once.
+    dtype. numbers_B: int, which of the K kernels a row has. The kernels are gathered by row, [B, *I, *O].
     """
     own = kernels[numbers_B]
     of_x, of_kernel = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(1, 1 + inputs))
@@ -41,7 +41,10 @@ def product(x, kernels, numbers_B, inputs: int):
 
 
 def scaled(few, scale_K, numbers_B):
-    """Returns few [B, ..., r] times the scale of each row's adapter. scale_K: [K]. numbers_B: int, adapter of each row."""
+    """Returns few [B, ..., r] times the scale of each row's adapter.
+
+    scale_K: [K], in few's dtype. numbers_B: int, number of each row's adapter.
+    """
     return few * scale_K[numbers_B].reshape(-1, *(1,) * (few.ndim - 1))
 
 

@@ -70,11 +70,11 @@ def dtype_of(entry: parameters.Entry, kind: str):
 
 
 def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
-    """Quantizes a kernel [*stacked, *I, *O] to {codes, scale} (shapes: see the module): nearest codes, computed in
+    """Quantises a kernel [*stacked, *I, *O] to {codes, scale} (shapes: see the module): nearest codes, computed in
     fp32; int8 rounds halves to even codes.
 
     Pure, jittable. kind: int8 or nf4; for nf4 BLOCK must divide the inputs. inputs: number of the axes *I. stacked:
-    number of leading axes, each of whose kernels is quantized by itself.
+    number of leading axes, each of whose kernels is quantised by itself.
     """
     work = functools.partial(_int8 if kind == "int8" else _nf4, inputs=inputs)
     for _ in range(stacked):
