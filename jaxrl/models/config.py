@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def experts_share(self) -> float:
-        """Share of an expert layer's experts that compute one token."""
+        """Share of an expert layer's experts that compute one token; ZeroDivisionError in a model without experts."""
         return self.experts_per_token / self.num_experts
 
     gated_attention: bool = False  # attention's output is times a sigmoid

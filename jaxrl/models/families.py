@@ -103,7 +103,9 @@ class Family:
 
     @property
     def merged_only(self) -> str:
-        """Returns the parts of which vLLM is not known to serve adapters apart from their base; empty = none."""
+        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base;
+        "" = none.
+        """
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
             "a tower for images" if self.vision else "matrices that share one tensor" if packed else "")

@@ -48,7 +48,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       recurrence: implementation of recurrent layers, see kernels.recurrence.
       ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
-    Raises ConfigError for configs no family here serves.
+    Raises ConfigError for configs no family here serves, an unknown remat, and a remat_every that does not cut the
+    scanned layers into equal groups of whole blocks.
     """
     if remat not in ("none", *decoder.REMAT_POLICIES):
         raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.REMAT_POLICIES)}")

@@ -342,7 +342,7 @@ class Entry:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Returns shape and logical axes of one HF tensor."""
+        """Returns shape and logical axes of our array for one HF tensor: those behind the stacked axes."""
         return self.shape[self.stacked:], self.axes[self.stacked:]
 
     @property

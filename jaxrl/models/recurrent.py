@@ -62,9 +62,12 @@ def _drawn(key, entry, least: float, most: float):
 class Kind(NamedTuple):
     """What tells one kind of recurrence from another.
 
-    gates: maps of the hidden states to numbers of each value head. of_heads: parameters of each value head.
-    inputs(config, q, k, v, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
-    what the convolution returns. delta: see there. A `skip` among of_heads is what v is multiplied with and added.
+    Attributes:
+      gates: maps of the hidden states to numbers [B, L, G] of each value head.
+      of_heads: parameters [G] of each value head. A `skip` among them is what v is multiplied with and added.
+      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
+        what the convolution returns.
+      delta: whether what the state returns for a token's key is taken off before its value is written.
     """
 
     gates: tuple[str, ...]

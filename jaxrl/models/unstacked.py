@@ -65,7 +65,9 @@ def laid_out(source, target, params):
 
 def by_layer(model, params, cut=None) -> dict:
     """Converts a model's tree to that of the same model without scanned layers: the repetitions of layers/sub_<j>
-    become layer_<i>, those of a tower's group_<g> too. cut: takes a repetition of a leaf that is no array.
+    become layer_<i>, those of a tower's group_<g> too.
+
+    params: arrays or other leaves. cut: takes a repetition of a leaf that is no array. Pure.
     """
     def repetition(tree, n):
         return jax.tree.map(cut or (lambda a: a[n]), tree)

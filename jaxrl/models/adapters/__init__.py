@@ -269,7 +269,9 @@ def trains(model) -> frozenset[str]:
 
 
 def without(params):
-    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes and no array is copied."""
+    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes (adapters.quantized), and no array
+    is copied.
+    """
     nodes = {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
     return {name: node for name, node in nodes.items() if not isinstance(node, dict) or node}
 

@@ -132,8 +132,10 @@ def selection_of(options) -> Selection:
 
 
 def table(name: str, entries, kind) -> dict:
-    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. Raises
-    ConfigError for other entries.
+    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. name: of the option in
+    config.lora. kind: int or float.
+
+    Raises ConfigError for other entries, patterns that are no regular expression, and numbers not above 0.
     """
     out = {}
     for entry in [f"{k}={v}" for k, v in entries.items()] if hasattr(entries, "items") else entries:

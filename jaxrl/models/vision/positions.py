@@ -81,7 +81,9 @@ def token_positions(two_way: bool, length: int, firsts, grids, merge: int, delay
 
 def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[int] | None = None) -> int:
     """Returns the position of text behind images of these grids, minus its index: 0 or below, but for long videos.
-    Arguments as in `rotary_positions`.
+
+    grids: (rows, columns) of patches of each image. merge: patches per side of a token. delays: as in
+    `rotary_positions`.
     """
     shift = step = 0
     for (height, width), delay in zip(grids, _every(delays), strict=False):
