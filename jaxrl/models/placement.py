@@ -210,7 +210,7 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     """Runs kernels.attention, each device on its own rows and heads.
 
     Arguments and result are those of kernels.attention.attention (int ids by token; out [B, L, H, K] in v's dtype);
-    options: its window, softcap, scale and implementation. work: of `attention_work`; None = each call looks itself.
+    options: its window, softcap, scale and implementation. work: of `attention_work`; None = each call makes its own.
 
     Over cp each device has the queries of its tokens and gathers keys, values and their positions and segments; with
     the `work` of a ring, they go from device to device. The backward pass reduce-scatters their gradients. Keys of a

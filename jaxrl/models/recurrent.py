@@ -63,8 +63,9 @@ class Kind(NamedTuple):
     """What tells one kind of recurrence from another.
 
     Attributes:
-      gates: maps of the hidden states to numbers [B, L, G] of each value head.
-      of_heads: parameters [G] of each value head. A `skip` among them is what v is multiplied with and added.
+      gates: names of the maps of the hidden states to numbers [B, L, G], one for each value head.
+      of_heads: names of the parameters [G], one for each value head. A `skip` among them: v times it is added to the
+        output.
       inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
         what the convolution returns.
       delta: whether what the state returns for a token's key is taken off before its value is written.

@@ -86,7 +86,9 @@ def row_parts(mesh_config) -> int:
 
 
 def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
-    """Raises ConfigError where a model's number of experts (0: it has none) cannot be split over so many devices."""
+    """Raises ConfigError where a model's number of experts (0: it has none) cannot be split over `ep` devices: `ep`
+    must divide it, and be 1 without experts. name: of the option, for the message.
+    """
     if ep > 1 and not experts:
         raise ConfigError(f"{name}={ep}: the model has no experts to split; leave it at 1 and raise mesh.fsdp instead")
     if experts % max(1, ep):

@@ -94,7 +94,10 @@ def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[in
 
 
 def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
-    """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut.
+    """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut:
+    the merge x merge patches of one token after those of another.
+
+    grid: (rows, columns) of patches. merge: patches per side of a token; must divide both.
     """
     height, width = grid
     at = np.indices(grid).reshape(2, height // merge, merge, width // merge, merge)
@@ -103,8 +106,11 @@ def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
 
 
 def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns an image's tokens [F], window after window, and the window of each [F], as int. Windows are squares of
-    `window` tokens per side, cut at the image's right and lower border.
+    """Returns (an image's tokens [F], window after window; the window of each [F], from 0, rising), as int. Tokens are
+    numbered by row and column; windows are squares of `window` tokens per side, cut at the image's right and lower
+    border.
+
+    grid: (rows, columns) of patches. merge: patches per side of a token.
     """
     height, width = (side // merge for side in grid)
     row, column = np.indices((height, width)).reshape(2, -1) // window
