@@ -23,8 +23,8 @@ direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a con
 An adapter set (`Adapter.parts`), several adapters over one base, is stored as one A [*inputs, R] and one B
 [R, *outputs], R the sum of the ranks; each token uses the columns of its adapter: see models.adapters.adapter_set.
 
-The kernels of a `quantized` base are kept in few bits (models.adapters.quantized): those of the layers' linear maps that do not
-train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
+The kernels of a `quantized` base are kept in few bits (models.adapters.quantized): those of the layers' linear maps
+that do not train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
 
 Legend: r rank, N repetitions of the repeating block.
 """
