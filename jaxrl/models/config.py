@@ -85,7 +85,7 @@ class ModelConfig:
 
     @property
     def routes(self) -> int:
-        """Number of expert ids of a token in all layers."""
+        """Number of expert ids of a token in all layers: layers with experts times experts per token."""
         return self.num_expert_layers * self.experts_per_token
 
     @property
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def experts_share(self) -> float:
-        """Share of an expert layer's experts that compute one token."""
+        """Share of an expert layer's experts that compute one token; ZeroDivisionError in a model without experts."""
         return self.experts_per_token / self.num_experts
 
     gated_attention: bool = False  # attention's output is times a sigmoid
@@ -140,7 +140,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Window of each layer with attention, 0 = none."""
+        """Window of each layer with attention, in positions that a token sees, itself included; 0 = none."""
         return tuple(layer.window for layer in self.layers if layer.attends)
 
     @property
@@ -197,7 +197,7 @@ class ModelConfig:
 
     @property
     def cache_widths(self) -> dict[str, int]:
-        """Numbers per token in a layer's cache, by array."""
+        """Numbers per token in a layer's cache, by name of the array: latent, or k and v."""
         return {"latent": self.latent_width} if self.latent_size else {"k": self.key_width, "v": self.key_width}
 
     @property
@@ -207,7 +207,9 @@ class ModelConfig:
 
     @property
     def pair_flops(self) -> int:
-        """Operations of attention for one token that sees one more."""
+        """FLOPs of one layer's attention for one token that sees one more, scores and values; a multiply and an add are
+        two.
+        """
         return 2 * self.num_heads * (self.head_dim + self.value_width)
 
     @property

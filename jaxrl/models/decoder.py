@@ -62,7 +62,7 @@ REMAT_POLICIES = {  # what the backward pass finds, the tokens' experts always; 
 
 
 def like(parameter, x):
-    """Reshapes a parameter of the last axes of x to x's rank: leading axes of size 1."""
+    """Reshapes a parameter, whose axes are the last ones of x, to x's rank, with leading axes of size 1."""
     return jax.lax.broadcast_to_rank(parameter, x.ndim)
 
 
@@ -70,7 +70,8 @@ class Weights(NamedTuple):
     """The parameters of a layer, with which its mixer and its feed-forward compute.
 
     Attributes:
-      rows, values: rows and arrays of the parameters by path.
+      config: ModelConfig; of a tower's layers its VisionConfig.
+      rows, values: rows and arrays of the parameters by path in the layer, such as `mlp/up/kernel`.
       real: [B, L] bool, which tokens are no padding; None = all.
       whose: [B, L] int, number of each token's adapter; None with at most one adapter.
       matmul: scheme of the products (kernels.low_precision).
@@ -87,8 +88,9 @@ class Weights(NamedTuple):
     recurrence: str = "auto"
 
     def linear(self, name: str, x):
-        """Computes x @ `<name>/kernel` over the kernel's input axes, plus the adapter and `<name>/bias` if there are
-        any."""
+        """Computes x @ `<name>/kernel` over the kernel's input axes, [..., *O] of x [..., *I] in x's dtype, plus the
+        adapter and `<name>/bias` if there are any.
+        """
         if (see := WATCH.get()) is not None:
             see(name, x)
         row, bias = self.rows[f"{name}/kernel"], self.values.get(f"{name}/bias")
@@ -107,8 +109,8 @@ class Weights(NamedTuple):
         return y if bias is None else y + like(bias.astype(x.dtype), y)
 
     def linears(self, module: str, x, *names: str) -> list:
-        """Applies several linear maps of one module to the same x: one product if their weights are joined
-        (models.unstacked).
+        """Applies several linear maps of one module to the same x [..., D]: one product if their weights are joined
+        (models.unstacked). Returns their outputs [..., *O], as of `linear`, in the order of the names.
         """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:
@@ -122,13 +124,18 @@ class Weights(NamedTuple):
         return [part.reshape(*y.shape[:-1], *shape) for part, shape in parts]
 
     def kernel(self, name: str):
-        """Returns the kernel's array, or {codes, scale} of a quantized one (models.quantized)."""
+        """Returns the kernel's array, or {codes, scale} of a quantized one (models.adapters.quantized)."""
         if (array := self.values.get(f"{name}/kernel")) is not None:
             return array
         return {leaf: self.values[f"{name}/kernel/{leaf}"] for leaf in quantized.LEAVES}
 
     def low_rank(self, name: str, x, which: str):
-        """Returns scale * (x A) B of an adapter (models.adapters); x A is scaled in fp32 or better."""
+        """Returns scale * (x A) B [..., *O] of an adapter (models.adapters), in x's dtype; x A is scaled in fp32 or
+        better.
+
+        which: "" for A and B, "0" for the frozen copies A0 and B0 of their start. Dropout falls on x with "" alone, if
+        `adapters.noisy` added its key.
+        """
         row, first = self.rows[f"{name}/kernel"], self.first_part(name)
         a, scale, b = (self.values[f"{module}/lora/{leaf}"] for module, leaf in (
             (first, "a" + which), (first, "scale"), (name, "b" + which)))
@@ -158,7 +165,9 @@ class Weights(NamedTuple):
         return first.path.removesuffix("/kernel")
 
     def stretch(self, name: str):
-        """Returns the factor [*outputs] of a decomposed adapter, in fp32 or better."""
+        """Returns the factor m / |W + scale * A B| [*O] of a decomposed adapter (DoRA), in fp32 or better; 1 where
+        scale is 0, a repetition without adapter.
+        """
         first = self.first_part(name)
         leaves = {leaf: self.values[f"{first if leaf in ('a', 'scale') else name}/lora/{leaf}"]
                   for leaf in ("a", "b", "scale", "m")}
@@ -169,7 +178,10 @@ class Weights(NamedTuple):
         return stretch(kernel, leaves, inputs)
 
     def norm(self, name: str, x, eps: float | None = None):
-        """Returns the RMS norm over the last axis, times offset + scale. eps: None = the config's."""
+        """Returns the RMS norm of x over its last axis, x / sqrt(mean(x^2) + eps), times offset + scale, in x's dtype.
+
+        The norm is computed in fp32 or better; offset is config.norm_offset. eps: None = the config's.
+        """
         scale, offset = self.values[f"{name}/scale"], self.config.norm_offset
         acc = jnp.promote_types(x.dtype, jnp.float32)
         y, eps = x.astype(acc), self.config.norm_eps if eps is None else eps
@@ -204,7 +216,9 @@ class Seen(NamedTuple):
     Attributes:
       features: [B, F, D], which replace the embeddings of image tokens.
       taps: features of the same shape that are added after the first layers, one array per layer.
-      inserts, rotary, reach: of jaxrl.types.Images.
+      inserts: [B, L] int32, index in `features` of each token's feature; -1 = text.
+      rotary: [B, L, 3] int32, position of each token by time, row and column; None: it has one position.
+      reach: [B, L] int32, last position that each token sees; None: its own.
     """
 
     features: jax.Array
@@ -221,8 +235,10 @@ class Seen(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers read: positions, segments and prefixes [B, L] of the tokens, rotations per distinct rotary
-    embedding, attention work per distinct window."""
+    """What all layers read: positions, segments and prefixes [B, L] int32 of the tokens (as in Model.forward),
+    rotations per distinct rotary embedding (as rope.rotations returns them, in the order of config.ropes), attention
+    work per distinct window.
+    """
 
     positions: jax.Array
     prefixes: jax.Array | None
@@ -236,7 +252,20 @@ class Shared(NamedTuple):
 
 
 def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Computes self-attention over packed rows, or of one or more new tokens per slot over the cache."""
+    """Computes self-attention over packed rows, or of one or more new tokens per slot over the cache.
+
+    Scores are scaled and soft-capped as kernels.attention has it, by config.query_scale and attention_softcap; padding
+    and other sequences are masked there.
+
+    Args:
+      own, layer: the layer's weights and its fields. implementation: of kernels.attention.
+      x_BxLxD: normed hidden states.
+      shared: see Shared.
+      cache: the layer's {k, v}, each [S, C, G * K], or [N, S, C, G * K] with `index` of the repetition; None = packed
+        rows. index: int scalar or None.
+
+    Returns (y [B, L, D] in x's dtype; {k, v}: the rows' [B, L, G * K], or the cache with the new tokens written).
+    """
     cfg = own.config
     into, of_keys, of_out = cfg.attention_factors
     x_BxLxD = times(x_BxLxD, into)
@@ -274,8 +303,10 @@ def attention(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: 
 
 
 def attention_and_mamba2(own: Weights, layer: Layer, implementation: str, x_BxLxD, shared: Shared, cache, index):
-    """Computes the sum of an attention and a Mamba-2 layer of the same hidden states; the cache has the entries of
-    both."""
+    """Computes the sum of an attention and a Mamba-2 layer of the same hidden states [B, L, D] (Falcon-H1).
+
+    Arguments and results are those of `attention`; the cache has the entries of both.
+    """
     arguments = own, layer, implementation, x_BxLxD, shared, cache, index
     both: Any = recurrent.mamba2(*arguments), attention(*arguments)
     (y, states), (z, kv) = both
@@ -339,7 +370,9 @@ def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def sum_auxiliary(first: dict, *more: dict) -> dict:
-    """Sums auxiliary outputs by name; those of feed_forward.STACKED are concatenated."""
+    """Sums auxiliary outputs {name: array} by name; those of feed_forward.STACKED are concatenated along their first
+    axis. A name may be missing in some of them.
+    """
     join = lambda name, a, b: jnp.concatenate([a, b]) if name in STACKED else a + b  # noqa: E731
     out = dict(first)
     for each in more:
@@ -355,13 +388,20 @@ def _over_repetitions(outputs: dict, axes: tuple[int, ...] = (0,)) -> dict:
 
 def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixes_BxL=None, *, cache=None,
             keep_kv=False, prompts=None, whose_BxL=None, seen: Seen | None = None, shift_B=None):
-    """Runs the decoder. Returns (hidden states after the final norm [B, L, D], auxiliary outputs, keys and values).
+    """Runs the decoder. Returns (hidden states after the final norm [B, L, D] in the compute dtype, auxiliary outputs
+    of models.feed_forward, keys and values).
 
     Keys and values are the updated cache, or with `keep_kv` fresh ones in the tree of Model.init_cache, else {}.
 
-    prompts: kernels.attention.Shared, while decoding. whose: adapter number of each token, with an adapter set. seen:
-    the rows' images; None: no row has one. shift: added to a row's positions for rotary angles, where images precede
-    these tokens; None = 0.
+    Args:
+      model, params: a models.model.Model and its tree.
+      tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL: int32, as in Model.forward; segments None = no padding and
+        one segment, as against a cache.
+      cache: as Model.init_cache returns it, of B slots, for new tokens; None = packed rows.
+      prompts: kernels.attention.Shared, which slots have one prompt, while decoding.
+      whose_BxL: int32 adapter number of each token, with an adapter set.
+      seen: the rows' images; None: no row has one.
+      shift_B: int32, added to a row's positions for rotary angles, where images precede these tokens; None = 0.
     """
     cfg, dtype = model.config, model.compute_dtype
     x = embed(fetched(params["embed"]["embedding"]), tokens_BxL, dtype)
@@ -471,7 +511,10 @@ def _run(model, numbers, names, keep, params, x, shared, cache, index):
 
 
 def recomputed(model, function, scanned: bool):
-    """Wraps a function so that the backward pass recomputes it as model.remat says."""
+    """Wraps a function so that the backward pass recomputes it as model.remat (a key of REMAT_POLICIES, or none) says.
+
+    scanned: the function is the body of a scan, which needs no barrier against common subexpression elimination.
+    """
     if model.remat == "none":
         return function
     return jax.checkpoint(function, policy=REMAT_POLICIES[model.remat], prevent_cse=not scanned)

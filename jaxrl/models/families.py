@@ -103,7 +103,9 @@ class Family:
 
     @property
     def merged_only(self) -> str:
-        """Returns the parts of which vLLM is not known to serve adapters apart from their base; empty = none."""
+        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base;
+        "" = none.
+        """
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
             "a tower for images" if self.vision else "matrices that share one tensor" if packed else "")
@@ -509,7 +511,11 @@ def number(table, key, least=None, above=None) -> float: ...
 
 
 def number(table, key, least=None, above=None, kind: type = float):
-    """Returns the number `table[key]`. Raises ConfigError if it is missing, not finite, or out of bounds."""
+    """Returns the number `table[key]`, unconverted. Raises ConfigError if it is not finite, not of the `kind`, below
+    `least`, or not above `above`; KeyError if the key is missing.
+
+    kind: int = a whole number; float takes ints, too; neither takes a bool.
+    """
     value = table[key]
     numeric = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     low = -math.inf if least is None else least

@@ -47,9 +47,15 @@ STACKED = ("routes",)  # of what layers say, that which is stacked instead of su
 
 
 class Part(NamedTuple):
-    """A mixer, `apply(weights, layer, implementation, x, shared, cache, index) -> (y, keys and values)`, or a
-    feed-forward, `apply(weights, x) -> (y, auxiliary)`: auxiliary is a dict of arrays for the loss, which are summed
-    over the layers (those of STACKED are concatenated along their first axis)."""
+    """The parameter rows and the function of a mixer or of a feed-forward.
+
+    Attributes:
+      rows: parameters.Row of all its arrays.
+      apply: of a mixer (weights, layer, implementation, x [B, L, D], shared, cache, index) -> (y [B, L, D], keys and
+        values), see models.decoder.attention; of a feed-forward (weights, x) -> (y, auxiliary). auxiliary is a dict of
+        arrays for the loss, which are summed over the layers (those of STACKED are concatenated along their first
+        axis).
+    """
 
     rows: tuple[parameters.Row, ...]
     apply: Callable
@@ -79,9 +85,11 @@ def clamped(alpha: float, limit: float) -> Callable:
 
 def mlp(own, x):
     """Computes a dense feed-forward: returns (down(activation(gate) * up), {}), or (down(activation(up)), {}) without a
-    gate.
+    gate. gate and up are linear maps of x. Where there is a gate, config.mlp_factors multiply it before its activation,
+    and the result.
 
-    own: decoder.Weights of the layer. x: [..., D]."""
+    own: decoder.Weights of the layer. x: [..., D], as is the result, in the same dtype.
+    """
     return _dense(own, "mlp", x), {}
 
 
@@ -102,8 +110,12 @@ def _dense(own, module, x):
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens: their experts, these experts' weights and the experts that it would choose by
-    itself, [B, L, K], and logits [B, L, E]."""
+    """What a router says of tokens.
+
+    ids [B, L, K] int: their experts. gates [B, L, K]: these experts' weights, fp32 or better. chosen [B, L, K] int: the
+    experts that the router would choose by itself (ids, unless routes are replayed). logits [B, L, E]: fp32 or better,
+    with the router's bias, before softmax or sigmoid.
+    """
 
     ids: jax.Array
     gates: jax.Array
@@ -112,14 +124,17 @@ class Routing(NamedTuple):
 
 
 def route(own, x) -> Routing:
-    """Returns a token's K experts and their weights, in fp32 or better.
+    """Returns the Routing of tokens: K experts of each, and their weights in fp32 or better.
+
+    own: decoder.Weights of the layer. x: [B, L, D].
 
     softmax: the K most probable of a softmax over all experts; of equal ones the first. Their weights are their
     probabilities, divided by their sum if config.norm_topk, which is a softmax over the K logits.
     sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): each expert's score is the sigmoid of its logit. Chosen are
     the K best by score plus correction, among the experts of the best groups; the weights are the scores, without the
     correction, divided by their sum (+ 1e-20) if config.norm_topk, times config.routed_scale.
-    For replayed experts, too, the weights are the router's own, so that it learns.
+    A token whose K replayed experts (mlp/router/routes) are all 0 or more takes these. For replayed experts, too, the
+    weights are the router's own, so that it learns. The choice has no gradient.
     """
     cfg, acc = own.config, jnp.promote_types(x.dtype, jnp.float32)
     kernel = gathered(own.values[parameters.ROUTER], own.rows[parameters.ROUTER].axes, acc)
@@ -167,8 +182,11 @@ def _log_probabilities(cfg, logits):
 
 def experts(own, x):
     """Computes the sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output,
-    times its own sigmoid gate if it has one. Padding reaches no expert. Experts may have no gate (see mlp), and may
-    work on fewer numbers than a token has, between two linear maps.
+    times its own sigmoid gate if it has one. Padding reaches no expert. Experts may have no gate (see
+    mlp), and may work on fewer numbers than a token has, between two linear maps.
+
+    own: decoder.Weights of the layer. x: [B, L, D]. Returns (y [B, L, D] in x's dtype, auxiliary as the module lists
+    it, padding not masked out).
     """
     cfg, (ids, gates, chosen, logits) = own.config, route(own, x)
     of_all = lambda leaf: tuple(  # noqa: E731

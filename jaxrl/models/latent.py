@@ -20,8 +20,16 @@ EPS = 1e-6  # of the latents' norms, whatever the layers' is
 
 
 def attention(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """Computes attention over latents; a mixer, see models.feed_forward.Part. The cache's one array is `latent`, [B, L,
-    R + T].
+    """Computes attention over latents (the module's docstring explains it); a mixer, see models.feed_forward.Part.
+
+    Args:
+      own, layer: decoder.Weights and Layer. implementation: of kernels.attention.
+      x_BxLxD: normed hidden states.
+      shared: decoder.Shared.
+      cache: {"latent": [S, C, R + T]}, or [N, S, C, R + T] with `index` of the repetition; None = packed rows.
+      index: int scalar or None.
+
+    Returns (y [B, L, D] in x's dtype; {"latent": the rows' [B, L, R + T], or the cache with the new tokens written}).
     """
     cfg = own.config
     rotation = shared.rotations[cfg.ropes.index(layer.rope)]

@@ -41,7 +41,10 @@ class Layer:
 
 
 def layers_of(hf, family) -> tuple[Layer, ...]:
-    """Returns the layers of a config, in order. Raises ConfigError naming a field that contradicts another."""
+    """Returns the layers of a config, in order. hf: HF config with the family's defaults. family: families.Family.
+
+    Raises ConfigError naming a field that contradicts another.
+    """
     if family.one_part:
         listed = listed_parts(hf)
         if "moe" in listed:
@@ -128,7 +131,11 @@ def prefix_of(layers) -> int:
 
 
 def expert_count(hf, family) -> int:
-    """Returns the number of experts; both of its names are in use, and transformers itself writes either."""
+    """Returns the number of experts; both of its names are in use, and transformers itself writes either.
+
+    hf: HF config without defaults. family: families.Family, whose default holds where neither name is given. Raises
+    ConfigError where the two differ.
+    """
     own = family.experts_count
     found = {key: hf[key] for key in (own, "num_local_experts") if hf.get(key) is not None}
     if len(set(found.values())) > 1:

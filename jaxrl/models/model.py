@@ -48,7 +48,8 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
       recurrence: implementation of recurrent layers, see kernels.recurrence.
       ring: over mesh.cp keys and values go from device to device, where they would be gathered.
 
-    Raises ConfigError for configs no family here serves.
+    Raises ConfigError for configs no family here serves, an unknown remat, and a remat_every that does not cut the
+    scanned layers into equal groups of whole blocks.
     """
     if remat not in ("none", *decoder.REMAT_POLICIES):
         raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.REMAT_POLICIES)}")
@@ -105,9 +106,12 @@ def _of_rows(numbers_B, like_BxL):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder as pure functions of its parameters: plain nested dicts of arrays, of any float dtype.
+    """A decoder as pure functions of its parameters: plain nested dicts of arrays, of any float dtype. Made by `build`.
 
     Frozen and hashable, so it can be closed over or passed as a static argument of jit.
+
+    compute_dtype, scan_layers, remat, remat_every, attention, matmul, experts, recurrence, ring: the arguments of
+    `build`, which explains them.
     """
 
     config: ModelConfig
@@ -136,12 +140,16 @@ class Model:
         return self if self.adapter is None else dataclasses.replace(self, adapter=None)
 
     def tree(self, function):
-        """Returns the parameter tree with `function(entry)` at every leaf."""
+        """Returns the parameter tree (nested dicts, one leaf per parameters.Entry) with `function(entry)` at every
+        leaf.
+        """
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Draws fp32 parameters: normal(init_std) matrices, zero biases, norms that scale by one; adapters start as
-        adapters.initial and adapters.magnitudes define.
+        """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices, zero biases, norms that scale
+        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps); adapters start as
+        adapters.initial and adapters.magnitudes define. The kernels of a quantized base are codes and scales
+        (adapters.quantized).
 
         Pure. Values do not depend on mesh, scan or compute dtype; those of the base do not depend on the adapter.
         """
@@ -165,17 +173,24 @@ class Model:
         return self.tree(values)
 
     def logical_axes(self):
-        """Returns the tree of tuples of logical axis names, one per dimension."""
+        """Returns the parameter tree whose leaves are tuples of logical axis names (see sharding.rules), one per
+        dimension.
+        """
         return self.tree(lambda entry: entry.axes)
 
     def forward(self, params, tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL, whose_BxL=None, images=None):
         """Computes the hidden states of packed rows.
 
-        A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own;
-        windows compare positions. Padding (segment 0) returns finite values without meaning.
+        A token sees its own segment and the segment its prefix names (0 = none), at positions not above its own (of an
+        image whose tokens see each other: not above that of its last token); windows compare positions. Padding
+        (segment 0) returns finite values without meaning.
 
-        whose: adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none. None: no set.
-        images: jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
+        Args:
+          tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL: int32, as in jaxrl.types.PackedBatch: token ids;
+            position within the sequence; segment, 0 = padding; segment of the shared prompt, 0 = none.
+          whose_BxL: int32 adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none.
+            None: no set.
+          images: jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
 
         Returns:
           (hidden states after the final norm, [B, L, D] in the compute dtype; auxiliary: the layers' outputs for the
@@ -186,17 +201,22 @@ class Model:
         return decoder.forward(self, params, *rows, whose_BxL=whose_BxL, seen=seen)[:2]
 
     def hidden(self, *args, **kwargs):
-        """Returns the hidden states of `forward` without the auxiliary outputs."""
+        """Returns the hidden states [B, L, D] of `forward`, whose arguments it takes, without the auxiliary outputs."""
         return self.forward(*args, **kwargs)[0]
 
     def head(self, params):
-        """Returns the output matrix [D, V] in the compute dtype, or the embedding [V, D] if `config.tied`."""
+        """Returns the output matrix [D, V] in the compute dtype, or the embedding [V, D] if `config.tied`. On a mesh it
+        is whole but for V, which is split over tp. An adapter on it is not in it (models.adapters.head).
+        """
         outer, inner = ("embed", "embedding") if self.config.tied else ("head", "kernel")
         axes = next(entry.axes for entry in self.entries if entry.path == (outer, inner))
         return gathered(memory.fetched(params[outer][inner]), axes, self.compute_dtype)
 
     def logits(self, params, hidden):
-        """Computes logits [..., V] of hidden states [..., D] in fp32 or better, soft-capped if the model is."""
+        """Computes logits [..., V] of hidden states [..., D] in fp32 or better, soft-capped if the model is:
+        cap * tanh(logits / cap) with config.final_softcap. An adapter on the output matrix is included; a bank of
+        adapters (models.adapters.bank) is not served.
+        """
         acc = jnp.promote_types(self.compute_dtype, jnp.float32)
         contract = (((hidden.ndim - 1,), (1 if self.config.tied else 0,)), ((), ()))
         logits = jax.lax.dot_general(hidden, self.head(params), contract, preferred_element_type=acc)
@@ -209,7 +229,8 @@ class Model:
         """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states
         of a recurrence (models.recurrent), with the repetitions in front if scanned.
 
-        A layer that is a feed-forward alone has nothing. Raises ConfigError for a model without attention.
+        A layer that is a feed-forward alone has nothing. dtype: of all arrays but a recurrence's states, which are fp32
+        or better. Raises ConfigError for a model without attention, and as check_length does.
         """
         self.check_length(length)
         cfg = self.config
@@ -236,12 +257,17 @@ class Model:
     def prefill(self, params, tokens_BxP, lengths_B, with_auxiliary: bool = False, whose_B=None, images=None):
         """Runs right-padded prompts at positions 0...
 
-        images: jaxrl.types.Images of the prompts, of a model with a tower; None: no prompt has an image.
+        Args:
+          tokens_BxP: int32 token ids; those behind a row's length are padding.
+          lengths_B: int32 number of tokens of each prompt, at least 1.
+          with_auxiliary: also return the auxiliary of `forward`.
+          whose_B: int32 adapter number of each row, with an adapter set, or None.
+          images: jaxrl.types.Images of the prompts, of a model with a tower; None: no prompt has an image.
 
         Returns:
-          hidden_BxD of each row's last real token, and kv: the cache tree with [B, P, G * K] per layer; with_auxiliary,
-          also the auxiliary of `forward`. States of recurrent layers are those before the last token, which decoding
-          runs again.
+          hidden [B, D] of each row's last real token in the compute dtype, and kv: the tree of `init_cache` for B slots
+          of length P ([B, P, G * K] per layer); with_auxiliary, also the auxiliary of `forward`. States of recurrent
+          layers are those before the last token, which decoding runs again.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -252,10 +278,15 @@ class Model:
         return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside
-        the cache are dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
+        dropped.
 
-        Raises ValueError where the prompts are longer than the cache.
+        Args:
+          cache: as `init_cache` returns it.
+          kv: of `prefill`; cast to the cache's dtypes.
+          rows_K, slots_K: int32, row rows_K[i] of kv goes into slot slots_K[i].
+
+        Returns the cache. Raises ValueError where the prompts are longer than the cache.
         """
         def copy(path, into, values):
             stacked = path[0].key == "layers"
@@ -272,7 +303,7 @@ class Model:
         return jax.tree_util.tree_map_with_path(copy, cache, kv)
 
     def take(self, cache, slots_K):
-        """Returns a cache of some slots, in their order, to continue decoding with fewer of them."""
+        """Returns a cache of the slots slots_K [K] int32, in their order, to continue decoding with fewer of them."""
         def rows(path, values):
             return values[:, slots_K] if path[0].key == "layers" else values[slots_K]
 
@@ -282,18 +313,20 @@ class Model:
                shift_S=None):
         """Runs one token per slot: writes its key and value at its position, attends to cache positions up to it.
 
-        Positions at or beyond the cache length write nothing (idle slots). Inside a jitted loop the cache
-        is updated in place.
+        Positions at or beyond the cache length write nothing (idle slots), and their hidden states have no meaning.
+        Inside a jitted loop the cache is updated in place.
 
         Args:
+          tokens_S, positions_S: int32 id and position of each slot's token.
+          cache: as `init_cache` returns it.
           shared: kernels.attention.Shared, which slots hold one prompt, or None.
           with_auxiliary: also return the auxiliary of `forward`.
-          whose_S: adapter number of each slot, or None.
-          shift_S: what a slot's images add to the positions of the text after them, for rotary angles (see
+          whose_S: int32 adapter number of each slot, or None.
+          shift_S: int32, what a slot's images add to the positions of the text after them, for rotary angles (see
             models.vision.positions.rotary_shift); None = 0.
 
         Returns:
-          (hidden_SxD, cache), with_auxiliary (hidden_SxD, cache, auxiliary).
+          (hidden [S, D] in the compute dtype, cache), with_auxiliary (hidden, cache, auxiliary).
         """
         rows = tokens_S[:, None], positions_S[:, None]
         hidden, auxiliary, cache = decoder.forward(self, params, *rows, cache=cache, prompts=shared,
@@ -307,8 +340,11 @@ class Model:
 
         A slot's positions are consecutive; positions at or beyond the cache length, after them, are padding. Slots
         outside the cache are dropped; no other slot occurs twice. On a mesh the K slots are split over the data axes as
-        the cache's slots are, and each device's entries name its own slots. shift_K as in `decode`. seen: decoder.Seen
-        of tokens of which some are an image's, whose rotary holds instead of shift_K; None: all are text.
+        the cache's slots are, and each device's entries name its own slots.
+
+        tokens_KxL, positions_KxL, slots_K: int32. whose_K: int32 adapter number of each slot, or None. shift_K: as
+        shift_S in `decode`. seen: decoder.Seen of tokens of which some are an image's, whose rotary holds instead of
+        shift_K; None: all are text.
 
         Returns the cache, with_auxiliary (cache, auxiliary of `forward`).
         """
@@ -354,7 +390,9 @@ class Model:
 
     @property
     def num_active(self) -> int:
-        """Returns the number of parameters that compute one token; of experts, only the chosen ones count."""
+        """Returns the number of parameters that take part in computing one token; of experts, only the chosen ones
+        count.
+        """
         return sum(entry.active for entry in self.entries)
 
     def flops_per_token(self, context: int) -> int:

@@ -324,7 +324,9 @@ GPT_OSS_EXPERTS = (  # on a disk experts lie together, see models.io.fused
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of our arrays and the HF tensors it holds: one for each index of its stacked axes."""
+    """One of our arrays and the HF tensors it holds: one for each index of its stacked axes. A row of the parameter
+    table of one model; `row` says what the array is, the other fields where it lies in the tree and in HF's files.
+    """
 
     row: Row
     path: tuple[str, ...]
@@ -335,11 +337,12 @@ class Entry:
 
     @property
     def inputs(self) -> int:
+        """Number of axes that a linear map contracts, first after the stacked ones; 0 = it is no linear map."""
         return self.row.inputs
 
     @property
     def kind(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Returns shape and logical axes of one HF tensor."""
+        """Returns shape and logical axes of our array for one HF tensor: those behind the stacked axes."""
         return self.shape[self.stacked:], self.axes[self.stacked:]
 
     @property
@@ -370,7 +373,9 @@ class Entry:
         return self.active if self.inputs else 0
 
     def dtype(self, wanted):
-        """Returns this array's dtype if parameters have the dtype `wanted`."""
+        """Returns this array's dtype if parameters have the dtype `wanted`: at least fp32 for rows that are `fixed` or
+        `wide`.
+        """
         return np.promote_types(wanted, np.float32) if self.row.fixed or self.row.wide else np.dtype(wanted)
 
     def of(self, tree):
@@ -380,7 +385,9 @@ class Entry:
         return tree
 
     def from_hf(self, tensor):
-        """Converts an HF tensor to ours (at one index): a view, so that slicing it copies only the slice."""
+        """Converts an HF tensor to ours (at one index), from `hf_shape` to the shape of `kind`: a view, so that slicing
+        it copies only the slice.
+        """
         shape = self.kind[0]
         if not self.inputs or self.row.straight:
             return tensor.reshape(shape)
@@ -389,7 +396,7 @@ class Entry:
         return tensor.transpose(*range(len(outputs), len(shape)), *range(len(outputs)))
 
     def to_hf(self, array):
-        """Ours (at one index) -> HF tensor. numpy or jax."""
+        """Converts our array (at one index of the stacked axes) to the HF tensor, of `hf_shape`. numpy or jax."""
         if not self.inputs or self.row.straight:
             return array.reshape(self.hf_shape)
         if self.row.whole:
@@ -424,7 +431,7 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
 
 
 def tree(entries, function):
-    """Returns the nested parameter tree with `function(entry)` at every leaf."""
+    """Returns the nested parameter tree with `function(entry)` at the path of every Entry of `entries`."""
     out = {}
     for entry in entries:
         *groups, leaf = entry.path

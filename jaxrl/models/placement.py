@@ -113,7 +113,8 @@ def rows(x):
 
 
 def at_sources(x_RxLx, sources_RxS):
-    """Returns x[r, sources[r, s]], [R, S, ...]: the tokens of each row that predict its loss slots (see PackedBatch).
+    """Returns x[r, sources[r, s]], [R, S, ...], of x [R, L, ...]: the tokens of each row that predict its loss slots
+    (see PackedBatch). sources_RxS: int32 indices of tokens.
 
     Slots are split over cp as tokens are, equally many per device; their tokens may be on another device.
     """
@@ -208,6 +209,9 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
                       q_prefixes=None, q_reach=None, work=None, sinks=None, **options):
     """Runs kernels.attention, each device on its own rows and heads.
 
+    Arguments and result are those of kernels.attention.attention (int ids by token; out [B, L, H, K] in v's dtype);
+    options: its window, softcap, scale and implementation. work: of `attention_work`; None = each call makes its own.
+
     Over cp each device has the queries of its tokens and gathers keys, values and their positions and segments; with
     the `work` of a ring, they go from device to device. The backward pass reduce-scatters their gradients. Keys of a
     cache are whole.
@@ -258,6 +262,9 @@ class RowChunks(NamedTuple):
 def row_chunks(positions_BxL, segments_BxL, prefixes_BxL=None, enters_BxL=None, continues: bool = False) -> RowChunks:
     """Runs kernels.recurrence.chunks_of, each device for its own rows; over cp, for whole rows in the order of their
     segments and positions, padding last.
+
+    positions, segments (0 = padding), prefixes (segment of the shared prompt, 0 = none): int32. enters_BxL: bool,
+    tokens that become part of the state; None = all. continues: whether rows begin with a state that is given.
     """
     def own(positions, segments, *others):
         if not tokens:
@@ -352,6 +359,10 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
            implementation="auto"):
     """Runs kernels.experts. If ep divides the number of experts, each device has its share, for the tokens of all
     devices of ep; else all of them, for its own tokens. If tp divides their width, each device has its share of that.
+
+    x [B, L, D]; ids int and gates fp32 or better [B, L, K], an id outside 0..E-1 being an empty slot; gate (None =
+    there is none), up [E, D, F] and down [E, F, D] in x's dtype; biases: () or those of the three. Returns y [B, L, D]
+    in x's dtype.
     """
     def local(x, ids, gates, gate, up, down, *biases):
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
@@ -383,6 +394,9 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
                    **options):
     """Computes kernels.attention.work_of self-attention over these rows, for sharded_attention's `work`: each device's
     own, or that of a ring over cp if `ring`.
+
+    heads, groups, size, dtype: numbers of query and key-value heads, head size and dtype of the queries. The ids are
+    int, as in `sharded_attention`; options: its window and implementation.
     """
     rows: tuple[Any, ...] = (positions_BxL, segments_BxL, prefixes_BxL, reach_BxL)
 
@@ -406,8 +420,11 @@ def attention_work(heads, groups, size, dtype, positions_BxL, segments_BxL, pref
 
 def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, work=None, sinks=None, **options):
     """Runs kernels.attention.cached_attention, each device on its own slots and heads, split as in sharded_attention.
+    Returns [S, 1, H, K] in q's dtype.
 
-    k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with the `index` of one of the N.
+    k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with the `index` of one of the N. positions_Sx1: int32; a query
+    sees its position and those before it, one at or beyond C is idle. work: of `cached_attention_work`. options:
+    window, softcap, scale, implementation.
     """
     if index is None:
         k_cache, v_cache, index = k_cache[None], v_cache[None], 0
@@ -433,7 +450,7 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
 
 def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):
     """Computes attention of L queries per slot over a cache, [S, L, H, K], as sharded_cached_attention does for one
-    query.
+    query: each sees its position and those before it.
 
     Queries at or beyond the cache's length are padding. k_cache, v_cache and index as there.
     """
@@ -452,8 +469,9 @@ def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, *
     """Computes the argument `work` of sharded_cached_attention (kernels.attention.cached_work_of).
 
     Args:
-      shape: [S, C, G * K], of the cache of a layer.
+      positions_Sx1: int32 positions of the queries.
       prompts: kernels.attention.Shared or None. Each device's rows describe its own slots, counted from its first one.
+      shape, dtype: [S, C, G * K] and dtype of the cache of a layer. heads, groups: H and G.
     """
     slots, length, width = shape
     size = width // groups

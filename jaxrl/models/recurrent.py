@@ -33,12 +33,19 @@ NO_LIMITS = (0.0, math.inf)
 
 
 def initial_rates(key, entry):
-    """Returns the log of rates drawn evenly between RATES, fp32; the same for scanned and unrolled layers."""
+    """Returns the log of rates drawn evenly between RATES, [*entry.shape] fp32; the same for scanned and unrolled
+    layers.
+
+    key: jax PRNG key. entry: parameters.Entry of the rates, whose HF name is folded into the key.
+    """
     return jnp.log(_drawn(key, entry, *RATES))
 
 
 def initial_steps(key, entry):
-    """Returns the numbers whose softplus is between STEPS, drawn evenly on a log scale, fp32."""
+    """Returns the numbers whose softplus is between STEPS, drawn evenly on a log scale, [*entry.shape] fp32.
+
+    key, entry: as in `initial_rates`, a jax PRNG key and the parameter's Entry.
+    """
     step = jnp.exp(_drawn(key, entry, *map(math.log, STEPS)))
     return step + jnp.log(-jnp.expm1(-step))
 
@@ -55,9 +62,13 @@ def _drawn(key, entry, least: float, most: float):
 class Kind(NamedTuple):
     """What tells one kind of recurrence from another.
 
-    gates: maps of the hidden states to numbers of each value head. of_heads: parameters of each value head.
-    inputs(config, q, k, v, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
-    what the convolution returns. delta: see there. A `skip` among of_heads is what v is multiplied with and added.
+    Attributes:
+      gates: names of the maps of the hidden states to numbers [B, L, G], one for each value head.
+      of_heads: names of the parameters [G], one for each value head. A `skip` among them: v times it is added to the
+        output.
+      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
+        what the convolution returns.
+      delta: whether what the state returns for a token's key is taken off before its value is written.
     """
 
     gates: tuple[str, ...]
@@ -70,14 +81,23 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
     """Computes a gated delta rule; a mixer, see models.feed_forward.Part. Padding is not read.
 
     Its cache, by slot: `state` [B, G, K, V] in fp32 or better and, of the convolution, the last inputs of queries, keys
-    and values, `window_*` [B, T - 1, heads, size].
+    and values, `window_*` [B, T - 1, heads, size] with T = config.linear_taps.
+
+    Args:
+      own: decoder.Weights of the layer. layer, implementation: not read (own.recurrence names the implementation).
+      x_BxLxD: normed hidden states.
+      shared: decoder.Shared, of which `chunks` is read.
+      cache: the layer's part of Model.init_cache, with the repetitions in front if `index` is one; None = packed rows.
+      index: int scalar or None.
+
+    Returns (y [B, L, D] in x's dtype, the cache's arrays after the tokens; of packed rows those of B new slots).
     """
     del layer, implementation
     return _mixed(DELTA, _norm_then_gate, own, x_BxLxD, shared, cache, index)
 
 
 def mamba2(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """Computes a Mamba-2 state space, with the cache of `gated_delta`."""
+    """Computes a Mamba-2 state space; arguments, results and cache are those of `gated_delta`."""
     del layer, implementation
     return _mixed(MAMBA2, _mamba2_norm, own, x_BxLxD, shared, cache, index)
 
@@ -110,7 +130,7 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
 
 
 def rule_flops(config) -> int:
-    """Returns the operations of all recurrences for one token: the convolution and the rule, without linear maps."""
+    """Returns the FLOPs of all recurrences for one token: the convolution and the rule, without linear maps."""
     if not config.num_recurrent:
         return 0
     keys, values = (heads * size for heads, size in (
@@ -120,7 +140,9 @@ def rule_flops(config) -> int:
 
 
 def leaf_shapes(config, dtype) -> dict[str, tuple]:
-    """Returns name -> (shape, dtype) of a recurrent layer's cache per slot. States are fp32 or better."""
+    """Returns name -> (shape, dtype) of a recurrent layer's cache per slot: `state` [G, K, V] in fp32 or better, and
+    `window_query`, `window_key`, `window_value` [taps - 1, heads, size] in `dtype`.
+    """
     keys = config.linear_key_heads, config.linear_key_size
     values = config.linear_value_heads, config.linear_value_size
     sizes = dict(zip(LEAVES[1:], (keys, keys, values), strict=True))
@@ -129,18 +151,22 @@ def leaf_shapes(config, dtype) -> dict[str, tuple]:
 
 
 def is_by_slot(path) -> bool:
-    """Whether a leaf of a cache, at this path, is of a slot as a whole, where others are of its positions."""
+    """Whether the leaf of a cache at this path (of jax.tree_util) is a recurrence's, one value per slot; others have
+    one per slot and position.
+    """
     return path[-1].key in LEAVES
 
 
 def positional(cache):
-    """Returns the first leaf of a cache that is indexed by position, [..., slots, C, width]."""
+    """Returns the first leaf of a cache that is indexed by position, [..., slots, C, width]. Raises StopIteration for a
+    cache of recurrences alone.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(cache)
     return next(leaf for path, leaf in leaves if not is_by_slot(path))
 
 
 def cache_length(cache) -> int:
-    """Returns the positions of a cache."""
+    """Returns C, the number of positions of a cache."""
     return positional(cache).shape[-2]
 
 
@@ -221,7 +247,11 @@ def _last(x_BxLxC, before, enters_BxL, count: int):
 
 
 def gates(decay_BxLxG, beta_BxLxG, rate_G, shift_G):
-    """Returns (log of the decay, at most 0; share that is written), in fp32 or better."""
+    """Returns (log of the decay, at most 0; share that is written, from 0 to 1), each [B, L, G] in the dtype of the
+    rates, which is fp32 or better (Gated DeltaNet): -exp(rate) * softplus(decay + shift), and sigmoid(beta).
+
+    decay_BxLxG, beta_BxLxG: linear maps of the hidden states. rate_G, shift_G: parameters of each value head.
+    """
     acc, wide = rate_G.dtype, lambda x: jax.lax.broadcast_to_rank(x, decay_BxLxG.ndim)
     decay = jax.nn.softplus(decay_BxLxG.astype(acc) + wide(shift_G))
     return -jnp.exp(wide(rate_G)) * decay, jax.nn.sigmoid(beta_BxLxG.astype(acc))
@@ -247,7 +277,7 @@ MAMBA2 = Kind(("step",), ("rate", "shift", "skip"), _mamba2_inputs, False)
 
 
 def unit(x):
-    """Returns x divided by its length over the last axis, in fp32 or better."""
+    """Returns x / sqrt(sum(x^2) + EPS) over the last axis, in fp32 or better."""
     x = x.astype(_wide(x.dtype))
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPS)
 

@@ -48,7 +48,9 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns the angle per position for each pair of dimensions: [F] float32."""
+    """Returns the angle in radians per position for each pair of dimensions: [head_dim / 2] float32. `longrope` has its
+    short factors, `dynamic` none (see Rope).
+    """
     if rope.kind == "axial":
         return np.tile(frequencies(Rope(theta=rope.theta), head_dim // 2), 2)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -102,7 +104,12 @@ KINDS = {kind: kind for kind in _SCALINGS if kind != "longrope"}  # names in con
 
 
 def magnitude(rope: Rope) -> float:
-    """Returns the factor on cos and sin: 1 except for yarn and longrope."""
+    """Returns the factor on cos and sin: 1 except for yarn and longrope.
+
+    There it is rope.attention_factor; if that is None:
+    yarn: with m(s) = 0.1 s ln(factor) + 1, m(mscale) / m(mscale_all_dim) where both are given, else m(1);
+    longrope: sqrt(1 + ln(factor) / ln(original_max)). Both are 1 for a factor of at most 1.
+    """
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -115,13 +122,16 @@ def magnitude(rope: Rope) -> float:
 
 
 def score_factor(rope: Rope) -> float:
-    """Returns the factor on the scores of attention over latents (DeepSeek-V3): that of mscale_all_dim, squared."""
+    """Returns the factor on the scores of attention over latents (DeepSeek-V3): (0.1 mscale_all_dim ln(factor) + 1)^2
+    for yarn with mscale_all_dim and a factor above 1, else 1.
+    """
     return _mscale(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
 
 
 def growth(rope: Rope, positions_BxL):
     """Returns [B, L, 1, 1] fp32: what queries are multiplied with, 1 + beta log(1 + floor(position / window)) with the
-    window before scaling (Ministral 3, as Llama 4)."""
+    window before scaling, rope.original_max (Ministral 3, as Llama 4). beta: rope.query_beta. positions_BxL: int.
+    """
     windows = (positions_BxL // rope.original_max).astype(jnp.float32)
     return (1 + rope.query_beta * jnp.log1p(windows))[:, :, None, None]
 
@@ -131,9 +141,10 @@ def _mscale(rope: Rope, mscale: float) -> float:
 
 
 def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
-    """Computes cos and sin, each [B, L, 1, F] in `dtype` (fp32 or better), for `rotate`.
+    """Computes cos and sin of the angles, times `magnitude`, each [B, L, 1, F] in `dtype` (fp32 or better), for
+    `rotate`.
 
-    positions_BxL: or [B, L, A], of which each frequency reads the one that `rope.axes` names.
+    positions_BxL: int, or [B, L, A], of which each frequency reads the one that `rope.axes` names.
 
     On CPUs a loop over the two halves of F makes them once for all layers: XLA fuses anything less into every use, and
     computes them for every head of every layer, forward and backward.
@@ -155,7 +166,10 @@ def rotations(rope: Rope, head_dim: int, positions_BxL, dtype):
 
 def rotate(x_BxLxHxK, rotation, interleaved: bool = False):
     """Turns the first 2F dimensions of a head, in pairs (i, i + F) by their angle, in the rotation's dtype; returns x's
-    dtype. The others, if any, stay. interleaved: in pairs (2i, 2i + 1), which come out at i and i + F."""
+    dtype and shape. The others, if any, stay.
+
+    rotation: (cos, sin) of `rotations`. interleaved: in pairs (2i, 2i + 1), which come out at i and i + F.
+    """
     cos, sin = rotation
     size = 2 * cos.shape[-1]
     if x_BxLxHxK.shape[-1] > size:

@@ -15,6 +15,9 @@ MROPE = {"turns": (24, 20, 20), "runs": (16, 24, 24)}  # by Family.mrope, where 
 def ropes(hf, family) -> tuple[Rope, Rope]:
     """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
     from `rope_theta` and `rope_scaling`.
+
+    hf: HF config with the family's defaults. family: families.Family. Raises ConfigError, naming the entry, for tables
+    that lack something, contradict each other, or that transformers would ignore.
     """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
@@ -71,6 +74,8 @@ def _axes(hf, table, order: str) -> tuple[int, ...]:
 def rotary_size(hf, family, head_dim: int) -> int:
     """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
     config.
+
+    Raises ConfigError if it is no even number from 2 to head_dim.
     """
     beside, told = hf["partial_rotary_factor"], "partial_rotary_factor={!r}"
     if beside is None and hf.get("rotary_dim") and "rotary_dim" in family.defaults:

@@ -55,7 +55,9 @@ def joined(entries) -> tuple[parameters.Entry, ...]:
 
 
 def laid_out(source, target, params):
-    """Converts the parameters of `source` to the layout of `target`: the same model, or `for_decoding` of it. Pure."""
+    """Converts the parameter tree of the Model `source` to the layout of the Model `target`: the same model, or
+    `for_decoding` of it. Pure.
+    """
     if not target.scan_layers:
         params = by_layer(source, params)
     return _joined(target, params) if target.joined else params
@@ -63,7 +65,9 @@ def laid_out(source, target, params):
 
 def by_layer(model, params, cut=None) -> dict:
     """Converts a model's tree to that of the same model without scanned layers: the repetitions of layers/sub_<j>
-    become layer_<i>, those of a tower's group_<g> too. cut: takes a repetition of a leaf that is no array.
+    become layer_<i>, those of a tower's group_<g> too.
+
+    params: arrays or other leaves. cut: takes a repetition of a leaf that is no array. Pure.
     """
     def repetition(tree, n):
         return jax.tree.map(cut or (lambda a: a[n]), tree)

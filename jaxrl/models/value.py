@@ -46,25 +46,33 @@ class ValueModel:
         return (*trunk, *parameters.entries(self.config, rows))
 
     def tree(self, function):
-        """Returns the parameter tree with `function(entry)` at every leaf."""
+        """Returns the parameter tree (nested dicts, one leaf per parameters.Entry) with `function(entry)` at every
+        leaf.
+        """
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Draws fp32 parameters: a random trunk (see Model.init) and a zero value head. Pure."""
+        """Draws fp32 parameters from a jax PRNG key: a random trunk (see Model.init) and a zero value head. Pure."""
         return self.with_head(self.model.init(key))
 
     def with_head(self, params, dtype=None):
-        """Adds a zero value head to a Model's parameters. dtype: of the head; None = the embedding's."""
+        """Returns a Model's parameters with a zero value head added, and without the output matrix unless `keep_head`.
+
+        dtype: of the head; None = the embedding's.
+        """
         dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
         return self.tree(lambda entry: jnp.zeros(entry.shape, dtype) if entry.path[0] == "value" else entry.of(params))
 
     def logical_axes(self):
-        """Returns the tree of tuples of logical axis names, one per dimension."""
+        """Returns the parameter tree whose leaves are tuples of logical axis names, one per dimension."""
         return self.tree(lambda entry: entry.axes)
 
 
 def values(params, hidden_RxSxD):
-    """Computes values [R, S] in fp32 or better: hidden . kernel + bias (if there is one)."""
+    """Computes values [R, S] in fp32 or better: hidden . kernel + bias (if there is one).
+
+    params: a ValueModel's tree, of which `value` is read. hidden_RxSxD: of any float dtype.
+    """
     acc = jnp.promote_types(hidden_RxSxD.dtype, jnp.float32)
     head = fetched(params["value"])
     out = jnp.einsum("rsd,d->rs", hidden_RxSxD.astype(acc), head["kernel"].astype(acc))

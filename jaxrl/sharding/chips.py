@@ -20,7 +20,15 @@ GIB, GB = 2**30, 10**9
 
 
 class Chip(NamedTuple):
-    """One kind of device. `axes`: torus axes (TPU), 0 = a switch inside a host; `host`: devices of one host."""
+    """One kind of device.
+
+    Attributes:
+      kind: tpu, gpu or cpu. memory: bytes of one device.
+      flops: peak FLOP/s in bf16 (CPU: fp32), dense. bandwidth: of the device's memory, bytes per second.
+      links, network: bytes per second that one device sends over its fast interconnect, and its share of the network.
+      host: devices of one host. axes: torus axes (TPU), 0 = a switch inside a host.
+      dtype: what train.compute_dtype=auto means there.
+    """
 
     kind: str                  # tpu, gpu or cpu
     memory: float

@@ -86,13 +86,15 @@ def to_devices(tree):
 
 
 def to_host(tree, where=None):
-    """Moves a tree to host memory; with `where`, a tree of shardings, only the leaves that are in host memory there."""
+    """Moves a tree to host memory, under the same shardings; with `where`, a tree of shardings, only the leaves that
+    are in host memory there. Others are unchanged.
+    """
     where = jax.tree.map(lambda x: resting(x.sharding), tree) if where is None else where
     return jax.tree.map(lambda x, s: _between(x, s) if s.memory_kind == HOST else x, tree, where)
 
 
 def one_of(x, index: tuple[int, ...]):
-    """Returns x[index]; of an array in host memory, a copy on the devices."""
+    """Returns x[index], index along the first axes; of an array in host memory, a copy on the devices."""
     if not rests(x):
         return x[index] if index else x
     at = np.ravel_multi_index(index, x.shape[:len(index)]) if index else 0
@@ -165,12 +167,18 @@ _learning.defvjp(_learning_forward, _learning_backward)
 
 
 def part(x, start, size: int):
-    """Copies rows `start` to `start + size` of the first axis to the devices' memory. For use inside programs."""
+    """Copies rows `start` to `start + size` of the first axis to the devices' memory. For use inside programs.
+
+    start: int scalar, may be traced; one above len(x) - size is lowered to it. size: static.
+    """
     return fetched(jax.lax.dynamic_slice_in_dim(x, start, size, 0))
 
 
 def written(x, new, start):
-    """Returns x, in its memory, with the rows from `start` on replaced by `new`; in place in a loop that carries x."""
+    """Returns x, in its memory, with the rows from `start` on replaced by `new`; in place in a loop that carries x.
+
+    new: rows of x's dtype. start: int scalar, may be traced; lowered so that `new` fits.
+    """
     return jax.lax.dynamic_update_slice_in_dim(x, replaced(x, new), start, 0)
 
 
@@ -180,9 +188,9 @@ def replaced(x, new):
 
 
 def zeros(like, dtype, rows: int):
-    """Returns zeros with the shape and the memory of `like`. For use inside programs.
+    """Returns zeros with the shape and the memory of `like`, in `dtype`. For use inside programs.
 
-    rows: of the first axis, made at a time if `like` is in host memory.
+    rows: of the first axis, made at a time if `like` is in host memory; must divide its length.
     """
     shape = like.shape
     if not in_host(like):

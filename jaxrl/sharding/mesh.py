@@ -51,6 +51,8 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and
     around it ep, then cp join neighbours.
 
+    mesh_config: has the sizes of AXES, -1 for the rest of the devices, as `mesh_shape` reads them.
+
     Raises ConfigError for sizes that cannot cover the devices, and where cp, ep or tp would have to cross slices.
     """
     devices = jax.devices() if devices is None else devices
@@ -84,7 +86,9 @@ def row_parts(mesh_config) -> int:
 
 
 def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
-    """Raises ConfigError where a model's number of experts (0: it has none) cannot be split over so many devices."""
+    """Raises ConfigError where a model's number of experts (0: it has none) cannot be split over `ep` devices: `ep`
+    must divide it, and be 1 without experts. name: of the option, for the message.
+    """
     if ep > 1 and not experts:
         raise ConfigError(f"{name}={ep}: the model has no experts to split; leave it at 1 and raise mesh.fsdp instead")
     if experts % max(1, ep):
@@ -110,9 +114,12 @@ def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
 
 
 def indices(text: str, count: int, what: str = "device", of: str = "a process has") -> list[int]:
-    """Parses numbers of devices or processes in mesh.roles.<role>: "all", or ranges such as "0-3,6".
+    """Parses numbers of devices or processes in mesh.roles.<role>: "all", or ranges such as "0-3,6" (last one
+    included).
 
-    Raises ValueError for text that is neither, and for numbers beyond `count`.
+    count: how many there are. what, of: words for messages.
+
+    Raises ValueError for text that is neither, for a number that occurs twice, and for numbers beyond `count`.
     """
     if text == "all":
         return list(range(count))

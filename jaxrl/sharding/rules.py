@@ -39,7 +39,11 @@ ROLLOUT_RULES = {**TRAIN_RULES, "embed": None, "expert_embed": None}
 def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh | AbstractMesh, rules: dict = TRAIN_RULES) -> P:
     """Returns the PartitionSpec of one parameter with logical `axes` and `shape`.
 
-    Raises ValueError naming the parameter for an axis missing from the table, or two dimensions on one mesh axis.
+    A dimension is split over the largest part of its mesh axes in `rules` whose size divides it, None = whole. name:
+    for messages.
+
+    Raises ValueError naming the parameter for an axis missing from the table, two dimensions on one mesh axis, or
+    another number of axes than of dimensions.
     """
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} logical axes {axes} for shape {shape}")
@@ -73,13 +77,13 @@ def _mesh_axes(target) -> tuple[str, ...]:
 
 
 def param_shardings(mesh: Mesh, logical_axes, shapes, rules: dict = TRAIN_RULES):
-    """Returns the tree of NamedShardings for a parameter tree.
+    """Returns the tree of NamedShardings for a parameter tree; errors as `spec_for`.
 
     Args:
       mesh: the device mesh.
       logical_axes: tree of tuples, one logical name per dimension.
       shapes: tree of the same structure whose leaves have `.shape`.
-      rules: the layout.
+      rules: the layout, TRAIN_RULES or ROLLOUT_RULES.
     """
     flat_shapes, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     flat_axes = treedef.flatten_up_to(logical_axes)

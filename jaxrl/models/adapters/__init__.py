@@ -23,8 +23,8 @@ direction: y = x W' * m / |W'|, W' = W + scale * A B, with |W'| [*outputs] a con
 An adapter set (`Adapter.parts`), several adapters over one base, is stored as one A [*inputs, R] and one B
 [R, *outputs], R the sum of the ranks; each token uses the columns of its adapter: see models.adapters.adapter_set.
 
-The kernels of a `quantized` base are kept in few bits (models.quantized): those of the layers' linear maps that do not
-train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
+The kernels of a `quantized` base are kept in few bits (models.adapters.quantized): those of the layers' linear maps
+that do not train whole, with an adapter or without. W above is then what their codes stand for, everywhere.
 
 Legend: r rank, N repetitions of the repeating block.
 """
@@ -108,7 +108,8 @@ def adaptable(entry) -> bool:
 
 def head_entry(base) -> parameters.Entry:
     """Returns the entry of the output matrix in a base's parameter table; where the output matrix is the embedding, one
-    that no array has, for the shapes and the place of its adapter (models.adapters.head)."""
+    that no array has, for the shapes and the place of its adapter (models.adapters.head). base: the base's entries.
+    """
     if found := [e for e in base if e.path == ("head", "kernel")]:
         return found[0]
     table = next(e for e in base if e.path == ("embed", "embedding"))
@@ -148,14 +149,18 @@ def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
 
 
 def widths(adapter: Adapter, entry) -> tuple[int, ...]:
-    """Returns the columns of each adapter of the set (or of the only one) in A of a kernel: its largest rank there."""
+    """Returns the columns of each adapter of the set (or of the only one) in A of a kernel: its largest rank there,
+    over the layers that the entry is stacked over; 0 = no target there.
+    """
     modules = {module_of(name) for name in entry.hf_names}
     own = [part for _, part in adapter.parts] or [adapter]
     return tuple(max((t.rank for t in one.targets if t.name in modules), default=0) for one in own)
 
 
 def in_few_bits(adapter: Adapter, base) -> list[parameters.Entry]:
-    """Returns the entries of the base whose kernels are stored as codes."""
+    """Returns the entries of the base whose kernels are stored as codes: those of linear maps in layers that do not
+    train whole and are not marked exact; [] without `adapter.quantized`.
+    """
     if not adapter.quantized:
         return []
     own = saved_paths(adapter, base)
@@ -257,14 +262,16 @@ def is_adapter(name: str) -> bool:
 
 
 def trains(model) -> frozenset[str]:
-    """Returns the flat names of the trainable arrays: A, B, m and the modules that train whole."""
+    """Returns the flat names of the trainable arrays: A, B, m and modules that train whole. model: with an adapter."""
     own = {"/".join(entry.path) for entry in model.entries}
     return frozenset(name for name in own if is_adapter(name) and name.endswith(("/a", "/b", "/m"))) | saved_paths(
         model.adapter, model.base.entries)
 
 
 def without(params):
-    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes and no array is copied."""
+    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes (adapters.quantized), and no array
+    is copied.
+    """
     nodes = {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
     return {name: node for name, node in nodes.items() if not isinstance(node, dict) or node}
 
@@ -275,7 +282,10 @@ def joined(params, flat: dict):
 
 
 def base_in_few_bits(model, params):
-    """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes."""
+    """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes, whose
+    kernels are {codes, scale} (adapters.quantized). Other arrays are unchanged, all of them if the adapter has no
+    `quantized`.
+    """
     flat = parameters.flattened(params)
     for entry in in_few_bits(model.adapter, model.base.entries):
         name = "/".join(entry.path)
@@ -328,9 +338,12 @@ def merged(model, params):
 
 
 def lengths(kernel, a, b, scale, inputs: int):
-    """Returns |W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum.
+    """Returns |W + scale * A B| [*outputs] of one module in fp32 or better, without forming the sum: for each output
+    the Euclidean length over the inputs.
 
     With w, c a column of W and of B: |w|^2 + 2 scale (A^T w) c + scale^2 c (A^T A) c.
+
+    kernel: W [*inputs, *outputs]. a: [*inputs, r]. b: [r, *outputs]. scale: []. inputs: number of the input axes.
     """
     acc = jnp.promote_types(kernel.dtype, jnp.float32)
     kernel, a, b, scale = (x.astype(acc) for x in (kernel, a, b, scale))
@@ -349,7 +362,9 @@ def _stretch(m, lengths, scale, inputs: tuple[int, ...] = ()):
 
 
 def stretch(kernel, leaves, inputs: int):
-    """Returns m / |W + scale * A B| [*outputs] of one module; the length has no gradient. leaves: a, b, scale, m."""
+    """Returns m / |W + scale * A B| [*outputs] of one module, in fp32 or better; 1 where scale is 0. The length has no
+    gradient. kernel: W. leaves: a, b, scale, m. inputs: number of W's input axes.
+    """
     length = jax.lax.stop_gradient(lengths(kernel, leaves["a"], leaves["b"], leaves["scale"], inputs))
     return _stretch(leaves["m"].astype(length.dtype), length, leaves["scale"].astype(length.dtype))
 
@@ -361,7 +376,8 @@ def _product(a, b, lead: int):
 
 
 def noisy(model, params, seed):
-    """Returns parameters with which the adapters apply dropout to the inputs of A.
+    """Returns parameters with which the adapters apply dropout to the inputs of A: with leaves `key` and `keep` added
+    beside every `scale`, for one forward pass.
 
     Each input is 0 with the probability `dropout`, else divided by 1 - dropout; every module draws its own mask.
     seed: [] integer.
@@ -377,7 +393,10 @@ def noisy(model, params, seed):
 
 
 def dropped(x, key, keep):
-    """Applies dropout: x / keep with probability `keep`, else 0."""
+    """Applies dropout: x / keep with probability `keep`, else 0, for each number of x, in x's dtype.
+
+    key: data of a PRNG key (jax.random.key_data). keep: [] fp32.
+    """
     falls = jax.random.bernoulli(jax.random.wrap_key_data(key), keep, x.shape)
     return jnp.where(falls, x / keep.astype(x.dtype), jnp.zeros_like(x))
 
@@ -388,11 +407,11 @@ def dropped(x, key, keep):
 def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
     """Returns {flat name: fp32 initial value} of every adapter leaf but m (see `magnitudes`). Pure.
 
-    B is zero, so the adapter changes nothing at first.
+    B is zero, so the adapter changes nothing at first; `scale` is the target's, 0 where a repetition has no adapter.
 
     default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
     gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
-    mesh, scan or dtype.
+    mesh, scan or dtype. key: a jax PRNG key.
 
     Raises ConfigError for another name.
     """
@@ -418,7 +437,10 @@ def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
 
 
 def magnitudes(model, base_params) -> dict[str, jax.Array]:
-    """Returns {flat name: fp32 initial value} of m of decomposed adapters: the lengths of the base's columns."""
+    """Returns {flat name: initial value} of m of decomposed adapters, fp32 or better: the Euclidean lengths of the
+    base's columns over the inputs, [*stacked, *outputs]; {} for other adapters. base_params: of `model.base`, or its
+    quantized tree.
+    """
     out, rows = {}, {e.path: e for e in model.base.entries}
     for entry in model.entries:
         if entry.row.init == "adapter" and entry.path[-1] == "m":
@@ -486,7 +508,9 @@ def _hashes(flat):
 
 
 def hashes(x):
-    """Returns two hashes, [2] uint32, of an array's contents, for any mesh and layout. For use inside programs."""
+    """Returns two hashes, [2] uint32, of an array's contents (bits and their places), for any mesh and layout. For use
+    inside programs. x: of a dtype of 1, 2, 4 or 8 bytes.
+    """
     return jnp.stack([_hash(x, seed) for seed in (0x9E3779B1, 0x7FEB352D)])
 
 

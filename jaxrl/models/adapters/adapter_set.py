@@ -121,11 +121,11 @@ def scale_columns(few, scale_KxR, numbers):
     """Scales the activations between A and B at the columns of each token's adapter, and sets all others to 0.
 
     Args:
-      few: [..., R] activations x A. Non-finite values at other adapters' columns become 0, too.
-      scale_KxR: [K+1, R], row 0 is zero.
+      few: [..., R] activations x A, fp32 or better. Non-finite values at other adapters' columns become 0, too.
+      scale_KxR: [K+1, R] in the same dtype, row 0 is zero.
       numbers: [...] int32 number of each token's adapter, 0 = none.
 
-    Raises ValueError if `numbers` is None.
+    Returns [..., R]. Raises ValueError if `numbers` is None.
     """
     if numbers is None:
         raise ValueError("adapter set: the forward pass needs each token's adapter number (PackedBatch.adapters)")

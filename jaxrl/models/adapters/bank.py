@@ -25,19 +25,26 @@ from jax.sharding import PartitionSpec as P
 
 
 def numbers_of_rows(whose_BxL):
-    """Returns the number [B] of each row's adapter from those of its tokens; padding has 0."""
+    """Returns the number [B] int of each row's adapter, from those of its tokens [B, L]: their maximum, since padding
+    has 0.
+    """
     return jnp.max(whose_BxL, axis=1)
 
 
 def product(x, kernels, numbers_B, inputs: int):
-    """Contracts x [B, ..., *I] over its last `inputs` axes with each row's kernel of [K, *I, *O]; [B, ..., *O]."""
+    """Contracts x [B, ..., *I] over its last `inputs` axes with each row's kernel of [K, *I, *O]; [B, ..., *O] in their
+    dtype. numbers_B: int, which of the K kernels a row has. The kernels are gathered by row, [B, *I, *O].
+    """
     own = kernels[numbers_B]
     of_x, of_kernel = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(1, 1 + inputs))
     return jax.lax.dot_general(x, own, ((of_x, of_kernel), ((0,), (0,))))
 
 
 def scaled(few, scale_K, numbers_B):
-    """Returns few [B, ..., r] times the scale of each row's adapter."""
+    """Returns few [B, ..., r] times the scale of each row's adapter.
+
+    scale_K: [K], in few's dtype. numbers_B: int, number of each row's adapter.
+    """
     return few * scale_K[numbers_B].reshape(-1, *(1,) * (few.ndim - 1))
 
 

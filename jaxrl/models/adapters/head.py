@@ -24,7 +24,10 @@ AXES = {"a": ("embed", None), "b": (None, "vocab")}
 
 
 class LowRank(NamedTuple):
-    """What is added to the logits of hidden states: few [..., r] times `more`, [r, V] or of each row [B, r, V]."""
+    """What is added to the logits of hidden states: few [..., r] times `more`, [r, V] or of each row [B, r, V].
+
+    few: scale * x A. more: B. Both are in the compute dtype.
+    """
 
     few: Any
     more: Any
@@ -54,6 +57,6 @@ def low_rank(params, hidden, dtype, whose_BxL=None) -> LowRank | None:
 
 
 def added_to(logits, own: LowRank):
-    """Returns logits [..., V] with the product of one adapter."""
+    """Returns logits [..., V] plus few @ more of one adapter, in the logits' dtype; not for a bank."""
     contract = (((own.few.ndim - 1,), (0,)), ((), ()))
     return logits + jax.lax.dot_general(own.few, own.more, contract, preferred_element_type=logits.dtype)

@@ -86,8 +86,13 @@ def resolve(options, model) -> Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A folder that was read: what is needed to write it back as it was. `head`: the bytes of the safetensors file
-    before its data."""
+    """A folder that was read: what is needed to write it back as it was.
+
+    Attributes:
+      path: as it was given. text: bytes of its adapter_config.json. config: the same, parsed.
+      head: the bytes of the safetensors file before its data.
+      stored: its tensors, by PEFT's names.
+    """
 
     path: str
     text: bytes
@@ -296,7 +301,10 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
 def write_plain(folder, model, params, dtype) -> None:
     """Writes a folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in
-    `dtype`. Each process writes its own; params: arrays that it reaches.
+    `dtype`. Each process writes its own; params: arrays that it reaches. A `shifted` adapter is written with twice the
+    rank, as in `write`.
+
+    Raises ValueError for a decomposed adapter and for modules that train whole.
     """
     adapter = model.adapter
     if adapter.decomposed:
@@ -341,8 +349,13 @@ def check_written(options) -> None:
 def config_text(adapter: Adapter, options, base_name: str, without: list[str], outer=lambda name: name) -> bytes:
     """Returns the adapter_config.json of an adapter that was created by jaxrl, as PEFT writes it.
 
-    without: linear maps that have no adapter, which the names of all-linear must not match. outer: returns
-    transformers' name of a module.
+    Args:
+      adapter, options: the Adapter and the config.lora that it was made of.
+      base_name: for base_model_name_or_path; empty = none.
+      without: linear maps that have no adapter, which the names of all-linear must not match.
+      outer: returns transformers' name of a module.
+
+    Raises ConfigError as check_written does.
     """
     check_written(options)
     chosen = selection_of(options)
@@ -381,7 +394,16 @@ def _listing(value):
 
 
 def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
-    """Returns PEFT's name -> array in its dtype. Collective if arrays are spread over processes."""
+    """Returns PEFT's name -> array in its dtype: of every target A [r, inputs], B [outputs, r] and DoRA's m [outputs],
+    and the tensors of modules that train whole. Collective if arrays are spread over processes.
+
+    Args:
+      model, params: with the adapter, and its parameter tree.
+      dtype: of tensors that `own` does not name; `fixed` and `wide` rows are at least fp32.
+      own: {PEFT's name: dtype} of tensors that keep a source's.
+
+    A `shifted` adapter becomes A [a; a0], B [b, -b0], of twice the rank.
+    """
     adapter, modules, leaves, out = model.adapter, adapted(model), {}, {}
 
     def leaf(node, path):

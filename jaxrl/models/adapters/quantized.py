@@ -71,10 +71,10 @@ def dtype_of(entry: parameters.Entry, kind: str):
 
 def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
     """Quantises a kernel [*stacked, *I, *O] to {codes, scale} (shapes: see the module): nearest codes, computed in
-    fp32.
+    fp32; int8 rounds halves to even codes.
 
-    Pure, jittable. inputs: number of the axes *I. stacked: number of leading axes, each of whose kernels is quantised
-    by itself.
+    Pure, jittable. kind: int8 or nf4; for nf4 BLOCK must divide the inputs. inputs: number of the axes *I. stacked:
+    number of leading axes, each of whose kernels is quantised by itself.
     """
     work = functools.partial(_int8 if kind == "int8" else _nf4, inputs=inputs)
     for _ in range(stacked):
@@ -106,7 +106,9 @@ def _nf4(kernel, inputs):
 
 
 def dequantized(node, sizes: tuple[int, ...], stacked: int = 0) -> jax.Array:
-    """Returns the fp32 kernel [*stacked, *I, *O] that {codes, scale} represent. sizes: of the axes *I."""
+    """Returns the fp32 kernel [*stacked, *I, *O] that {codes, scale} represent; the dtype of the codes tells int8
+    (int8) from nf4 (uint8). sizes: of the axes *I. stacked: number of leading axes.
+    """
     def one(codes, scale):
         if codes.dtype == jnp.int8:
             return codes.astype(jnp.float32) * jax.lax.broadcast_to_rank(scale, codes.ndim)
@@ -130,7 +132,7 @@ _FIXED = parameters.CORRECTION.split("/")[-2:]
 
 def cast(params, dtype):
     """Casts floating-point leaves to `dtype`, except scales of codes (W would change) and `fixed` rows (a router would
-    choose other experts).
+    choose other experts). Every leaf of the returned tree is a copy.
     """
     def one(path, a):
         own = [getattr(key, "key", None) for key in path[-2:]] in (["kernel", "scale"], _FIXED)

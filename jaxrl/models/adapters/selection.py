@@ -86,8 +86,8 @@ def outer_name(model, name: str) -> str:
 
 
 def modules_of(model) -> list[str]:
-    """Returns transformers' names of all modules that hold tensors and of their parents: the names
-    that modules_to_save may contain.
+    """Returns transformers' names of all modules that hold tensors and of the modules that contain them: the names that
+    modules_to_save may contain.
     """
     owners = [outer_name(model, module_of(tensor)) for tensor in tensors(model)]
     return list(dict.fromkeys(name for owner in owners for name in around(owner)))
@@ -132,8 +132,10 @@ def selection_of(options) -> Selection:
 
 
 def table(name: str, entries, kind) -> dict:
-    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. Raises
-    ConfigError for other entries.
+    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. name: of the option in
+    config.lora. kind: int or float.
+
+    Raises ConfigError for other entries, patterns that are no regular expression, and numbers not above 0.
     """
     out = {}
     for entry in [f"{k}={v}" for k, v in entries.items()] if hasattr(entries, "items") else entries:
@@ -182,6 +184,9 @@ def resolved(chosen: Selection, model, strict: bool, head: bool = False) -> Adap
     Args:
       strict: every entry must match something, as for jaxrl's options; PEFT's own folders may name more.
       head: whether the output matrix may have one.
+
+    Raises ConfigError, naming the option, for entries that match nothing (strict), for experts, embeddings and output
+    matrices among the targets, for ranks that are no whole numbers from 1, and if no target is left.
     """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for

@@ -52,7 +52,13 @@ TRANSPOSED = "transposed"
 
 
 class Fused(NamedTuple):
-    """One fused tensor, and the matrices in it: of each expert, in the order of its rows. Or another name of one."""
+    """One fused tensor, and the matrices in it.
+
+    Attributes:
+      name: of the fused tensor.
+      parts: names of each expert's matrices in it, in the order of the rows.
+      whole: the tensor is its one part under another name.
+    """
 
     name: str
     parts: tuple[tuple[str, ...], ...]
@@ -173,7 +179,9 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
 
 
 def spread(model, by_name: dict) -> dict:
-    """Returns a table by HF name with the entries of fused tensors repeated for their parts."""
+    """Returns {HF name: value} with the value of each fused tensor given to all of its parts, beside the fused tensor's
+    own.
+    """
     out = dict(by_name)
     for name, parts, _ in tensors(model) if by_name else ():
         out |= {part: by_name[name] for own in parts for part in own if name in by_name}
@@ -181,7 +189,10 @@ def spread(model, by_name: dict) -> dict:
 
 
 def fuse(model, planned: list[tensorfile.Planned], layout: bool | str) -> list[tensorfile.Planned]:
-    """Converts the tensors to write to the fused layout, of `written_layout`."""
+    """Converts the tensors to write to the fused layout: the matrices of each fused tensor are replaced by that tensor.
+
+    Values are read and joined when a tensor is written, not here. layout: of `written_layout`, True or TRANSPOSED.
+    """
     left, turns = {t.name: t for t in planned}, interleaved(model)
     for fused in tensors(model):
         name, parts, whole = fused

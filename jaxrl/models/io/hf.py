@@ -42,6 +42,8 @@ TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.safetensors")) -> Path:
     """Returns the local folder of a model: `path` itself, or the hub's snapshot of it (fetched if necessary).
 
+    revision: of the hub, None = main. patterns: of the file names that are fetched.
+
     Raises ConfigError if neither exists.
     """
     if Path(path).is_dir():
@@ -170,8 +172,8 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       model: the Model the weights are for.
       path, revision: folder or hub id.
       shardings: tree of shardings (None: the default device).
-      dtype: of the result (rows that are `fixed`: fp32 or better), or a tree of dtypes as the model's.
-      then: (row, array) -> what is kept of an array, before the next one is read.
+      dtype: of the result (rows that are `fixed` or `wide`: fp32 or better), or a tree of dtypes as the model's.
+      then: (Entry, array) -> what is kept of an array, before the next one is read.
 
     Raises ConfigError naming missing, extra, misshapen and quantized tensors.
     """
@@ -220,8 +222,10 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
 
 def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
-    """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether
-    the head must exist.
+    """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether the head
+    must exist.
+
+    Returns {name in the parameter table: tensorfile.Stored} of the folder's tensors, without those that are not read.
     """
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = _listed(folder, tree.model)
@@ -426,7 +430,7 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
 
 
 def order(name):
-    """Returns the sort key of an HF name: embedding, layers by number, final norm, head."""
+    """Returns the sort key of an HF name, (part, layer, is head): embedding, layers by number, final norm, head."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (0 if name == EMBEDDING else 1 if layer else 2, int(layer[1]) if layer else 0, name == HEAD)
 

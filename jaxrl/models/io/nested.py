@@ -59,7 +59,9 @@ def _respelled(name: str, pairs) -> str:
 
 
 def within(names, kind: str) -> tuple[str, str]:
-    """Returns how the names of the text model's tensors begin in a folder of several parts, and where it is alone."""
+    """Returns (how the names of the text model's tensors begin in a folder of several parts, how they begin where it is
+    alone). names: of the folder's tensors. kind: the text model's type.
+    """
     pairs = FAMILIES[kind].within
     return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
 
@@ -99,7 +101,9 @@ def is_flat_config(config: dict) -> bool:
 
 
 def processors(folder: Path) -> dict[str, dict]:
-    """Returns name -> content of a folder's files about images and videos, which an export writes, too."""
+    """Returns name -> content of a folder's files about images and videos (PROCESSORS), which an export writes, too.
+    Raises ConfigError for a file that is not valid JSON.
+    """
     out = {}
     for name in PROCESSORS:
         if (folder / name).is_file():
@@ -137,7 +141,11 @@ def _replaced(stored: dict, fields: dict) -> dict:
 
 
 def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
-    """Returns the tensors of the source folder that do not belong to the model, unread; None if the folder is gone."""
+    """Returns the tensors of the source folder that do not belong to the model, unread; [] without a source folder,
+    None if the folder is gone.
+
+    source: SOURCE of hf.load_config. kind: the text model's type. images: the tower belongs to the model.
+    """
     if not source.get("folder"):
         return []
     try:
@@ -155,9 +163,13 @@ def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Pla
 def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool, images: bool = False):
     """Returns (tensors to write, whether it is a folder of several parts).
 
-    They are the model's, under its names there, and the source's other tensors.
+    They are the model's, under its names there, and the source's other tensors. If the source folder is gone, a warning
+    is logged and they are the model's alone.
 
     Args:
+      planned: the model's tensors.
+      source: SOURCE of hf.load_config.
+      kind: the text model's type.
       alone: the text model only.
       images: the tower is among what is planned.
     """

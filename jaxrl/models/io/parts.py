@@ -25,7 +25,13 @@ from jaxrl.models.io import tensorfile
 
 
 class Packed(NamedTuple):
-    """One HF tensor: its groups, and of its parts, in order, the names, shapes (as Entry.hf_shape) and outputs."""
+    """One HF tensor that holds several parameters.
+
+    Attributes:
+      groups: of outputs, see the module.
+      names, shapes, outputs: of its parts, in order: name, shape (as Entry.hf_shape) and number of outputs.
+      rest: axes behind the outputs.
+    """
 
     groups: int
     names: list[str]
@@ -102,8 +108,8 @@ def tensors(model) -> dict[str, Packed]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors with every packed one split into its parts. Raises ConfigError for a packed
-    tensor of another shape.
+    """Returns a folder's tensors with every packed one split into its parts, named as in the parameter table. Raises
+    ConfigError for a packed tensor of another shape.
     """
     out = dict(stored)
     for whole, packed in tensors(model).items():

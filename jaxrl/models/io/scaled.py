@@ -112,7 +112,7 @@ def _of_fours(stored, folder: Path) -> dict[str, tensorfile.Stored]:
 
 
 def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
-    """Returns the tensors that determine a folder's dtype: all except scales."""
+    """Returns the tensors that determine a folder's dtype: all except fp8's scales."""
     return [t for t in stored.values() if not t.name.endswith(SUFFIX)]
 
 

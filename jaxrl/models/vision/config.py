@@ -73,6 +73,7 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
+        """Size of one attention head: the width divided by the heads."""
         return self.width // self.heads
 
     @property
@@ -93,13 +94,17 @@ class VisionConfig:
 
     @property
     def side(self) -> int:
+        """Learned positions per side of their square; 0 = none."""
         return math.isqrt(self.positions)
 
     def is_windowed(self, layer: int) -> bool:
+        """Whether a layer (number from 0) attends within windows; others see the whole image."""
         return self.window > 0 and layer not in self.full
 
     def pair_flops(self, grid: tuple[int, int]) -> int:
-        """FLOPs of attention over all layers for an image of (rows, columns) of patches."""
+        """FLOPs of attention (scores and values) over all layers for an image of (rows, columns) of patches; of layers
+        with windows only the pairs within a window count.
+        """
         windowed = sum(map(self.is_windowed, range(self.depth)))
         pairs = (self.depth - windowed) * math.prod(grid) ** 2
         if windowed:
@@ -110,7 +115,7 @@ class VisionConfig:
 
     @property
     def groups(self) -> list[range]:
-        """Consecutive layers up to and with each tap."""
+        """Ranges of consecutive layers: each up to and with a tap, and the rest."""
         cuts = [i + 1 for i in self.taps if i + 1 < self.depth]
         return [range(a, b) for a, b in zip([0, *cuts], [*cuts, self.depth], strict=True)]
 

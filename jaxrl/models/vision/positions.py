@@ -27,10 +27,12 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
     """Returns positions by (time, row, column) of a sequence, [length, 3] int32.
 
     Args:
+      length: tokens of the sequence, those of its images included.
       firsts: index of the first token of each image, rising.
-      grids: (rows, columns) of patches of each image.
-      merge: m.
-      delays: as Pictures.delays; None = each image stands alone.
+      grids: (rows, columns) of patches of each image, multiples of `merge`.
+      merge: m, patches per side of a token.
+      delays: as Pictures.delays: positions in time by which a frame of a video is behind the first of its video; below
+        0 = not a further frame. None = each image stands alone.
     """
     steps, inside, end = np.ones(length, np.int64), np.zeros((length, 3), np.int64), 0
     for first, (height, width), delay in zip(firsts, grids, _every(delays), strict=False):
@@ -55,7 +57,10 @@ def _every(delays: Iterable[int] | None) -> Iterable[int]:
 
 def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
     """Returns the last position that each token of a sequence sees, [length] int32: that of the last token of its
-    image, its own elsewhere. Arguments as in `rotary_positions`.
+    image, its own elsewhere.
+
+    length, firsts, grids, merge as in `rotary_positions`: tokens of the sequence, first token and (rows, columns) of
+    patches of each image, patches per side of a token.
     """
     out = np.arange(length, dtype=np.int32)
     for first, (height, width) in zip(firsts, grids, strict=True):
@@ -66,8 +71,9 @@ def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable
 
 
 def token_positions(two_way: bool, length: int, firsts, grids, merge: int, delays=None) -> np.ndarray:
-    """Returns what a sequence's images change about its tokens' positions: `reach_positions` for a tower whose images
-    are read both ways, else `rotary_positions`."""
+    """Returns what a sequence's images change about its tokens' positions: `reach_positions` [length] int32 for a tower
+    whose images are read both ways (`two_way`), else `rotary_positions` [length, 3] int32. Further arguments as there.
+    """
     if two_way:
         return reach_positions(length, firsts, grids, merge)
     return rotary_positions(length, firsts, grids, merge, delays)
@@ -75,7 +81,9 @@ def token_positions(two_way: bool, length: int, firsts, grids, merge: int, delay
 
 def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[int] | None = None) -> int:
     """Returns the position of text behind images of these grids, minus its index: 0 or below, but for long videos.
-    Arguments as in `rotary_positions`.
+
+    grids: (rows, columns) of patches of each image. merge: patches per side of a token. delays: as in
+    `rotary_positions`.
     """
     shift = step = 0
     for (height, width), delay in zip(grids, _every(delays), strict=False):
@@ -86,7 +94,10 @@ def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[in
 
 
 def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
-    """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut.
+    """Returns (row, column, rows, columns) of an image's patches, [N, 4] int32, in the order of data.images.resize.cut:
+    the merge x merge patches of one token after those of another.
+
+    grid: (rows, columns) of patches. merge: patches per side of a token; must divide both.
     """
     height, width = grid
     at = np.indices(grid).reshape(2, height // merge, merge, width // merge, merge)
@@ -95,8 +106,11 @@ def patch_places(grid: tuple[int, int], merge: int) -> np.ndarray:
 
 
 def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns an image's tokens [F], window after window, and the window of each [F], as int. Windows are squares of
-    `window` tokens per side, cut at the image's right and lower border.
+    """Returns (an image's tokens [F], window after window; the window of each [F], from 0, rising), as int. Tokens are
+    numbered by row and column; windows are squares of `window` tokens per side, cut at the image's right and lower
+    border.
+
+    grid: (rows, columns) of patches. merge: patches per side of a token.
     """
     height, width = (side // merge for side in grid)
     row, column = np.indices((height, width)).reshape(2, -1) // window
@@ -106,7 +120,14 @@ def window_order(grid: tuple[int, int], merge: int, window: int) -> tuple[np.nda
 
 
 class Placed(NamedTuple):
-    """An image of a packed row: the row, the indices of its tokens in the row, and its patches (or features)."""
+    """An image of a packed row.
+
+    Attributes:
+      row: number of the row.
+      columns: int, indices of the image's tokens in the row.
+      grid: (rows, columns) of its patches.
+      patches: [patches, width] uint8 pixels, or [F, size] features (see `feature_rows`).
+    """
 
     row: int
     columns: np.ndarray
@@ -120,10 +141,13 @@ def image_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, patches: int
 
     Args:
       placed: the images of all rows.
-      positions_RxL: of the tokens, as `token_positions` returns those of a sequence: [R, L, 3] or [R, L].
+      positions_RxL: int32, of the tokens, as `token_positions` returns those of a sequence: [R, L, 3] or [R, L].
       patches: P, a multiple of m * m.
+      merge: m, patches per side of a token.
       width: numbers of a patch.
       window: tokens per side of a window, 0 = the tower has none.
+
+    Returns Images in numpy (the dtypes stand there); patches behind a row's images are 0, in segment 0.
 
     Raises ValueError for a row whose images have more patches than P.
     """
@@ -156,9 +180,12 @@ def feature_rows(placed: Iterable[Placed], positions_RxL: np.ndarray, features: 
     """Puts images whose features are known into rows of features, in the order of their tokens.
 
     Args:
-      placed: the images of all rows; patches are the features [F, size] of one.
-      positions_RxL: as in `image_rows`.
+      placed: the images of all rows, at least one; patches are the features [F, size] of one, of any float dtype.
+      positions_RxL: int32 [R, L, 3] or [R, L], as in `image_rows`.
       features: that a row has room for.
+
+    Returns Images with `features` [R, features, size] in the images' dtype, 0 behind a row's images, and without
+    patches.
 
     Raises ValueError for a row whose images have more.
     """

@@ -25,6 +25,7 @@ class Tables(NamedTuple):
     layers: str = f"{HF}.blocks"
 
     def of_tap(self, number: int) -> Rows:
+        """Returns the rows of tap `number` (from 0), with the number in HF's names."""
         return tuple(dataclasses.replace(row, hf=row.hf.format(number)) for row in self.tap)
 
 
@@ -136,7 +137,10 @@ def module_names(kind: str, layers: int = 64) -> list[str]:
 
 
 def multiplied_by_patch(config: VisionConfig, entry: Entry) -> float:
-    """Returns the count of numbers of a model's entry that one patch is multiplied with; 0 if it is not the tower's."""
+    """Returns the count of numbers of a model's entry that one patch is multiplied with; 0 if it is not the tower's.
+
+    A merger's numbers count once for merge x merge patches, and of still images those of one frame count.
+    """
     group, part, *_ = entry.path
     if group != "vision":
         return 0.0

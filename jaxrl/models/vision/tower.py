@@ -28,11 +28,14 @@ from jaxrl.sharding.memory import fetched
 
 
 def see(model, params, images) -> Seen:
-    """Returns what the decoder reads of a batch's images: features [B, F, E] of each merger.
+    """Returns what the decoder reads of a batch's images: features [B, F, E] in the compute dtype of each merger.
 
     Args:
       model: one whose config has a tower. params: its whole tree.
-      images: jaxrl.types.Images of the rows.
+      images: jaxrl.types.Images of the rows. Where they hold features already, no tower is run.
+
+    Attention stays within an image or a window of it. Features of padding (segment 0) have no meaning; no token reads
+    them.
     """
     cfg = model.config.vision
     if images.features is not None:
