@@ -130,7 +130,8 @@ class EpisodeEngine(Engine):
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Runs episodes until one has finished or the deadline has passed; returns the results."""
+        """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
+        poll. Raises RuntimeError if there are episodes and no weights."""
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
@@ -152,7 +153,7 @@ class EpisodeEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends episodes (None = all), with their turns so far; as Engine.abort."""
+        """Ends episodes (None = all); the next poll returns each as "abort", without tokens."""
         gone = self._ids if ids is None else self._ids.intersection(ids)
         begun = [e for e in self._begun.values() if e.request.id in gone]
         self.pool.cancel([e.request.id for e in begun])
