@@ -45,7 +45,9 @@ class CallQueue:
         call, not a new one.
 
         Args:
-          body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one."""
+          body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one.
+
+        Raises RequestError for a body that openai.read_request refuses, and for a call that the episode refuses."""
         latest = self._latest
         if not (retry and latest is not None and latest.body == body):
             answer = asyncio.get_running_loop().create_future()

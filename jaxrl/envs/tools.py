@@ -50,8 +50,9 @@ class Tool:
         self.name = self.schema["function"]["name"]
 
     def arguments(self, arguments: dict) -> dict:
-        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a
-        number 3.0. Raises BadArguments.
+        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a number 3.0.
+
+        Raises BadArguments, naming all that is wrong: an argument that is missing, unknown or of another type.
         """
         parameters = self.schema["function"]["parameters"]
         known, out = parameters["properties"], {}
@@ -108,10 +109,12 @@ def result_text(name: str, value) -> str:
 
 
 def schema(fn) -> dict:
-    """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function. Raises
-    TypeError with a remedy.
+    """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function.
 
-    fn: a function with type hints and a Google-style docstring."""
+    fn: a function with type hints and a Google-style docstring, whose text before `Args:` the model reads.
+
+    Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
+    passed by name, or a type that no call can hold."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:

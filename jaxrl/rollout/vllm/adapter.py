@@ -189,9 +189,11 @@ GENERATE = "/inference/v1/generate"
 
 
 def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool, model: str = "") -> dict:
-    """Returns the JSON body of a generate request.
+    """Returns the JSON body of a generate request, without its images and stop strings: the caller adds `features`
+    (items.ItemWriter) and searches the strings in what comes back.
 
     Args:
+      request: the request; its prompt goes as token ids.
       end_ids: token ids that end every completion, besides the request's own stop tokens.
       seeded: whether the request's seed is sent. stream: whether tokens come as they are sampled.
       model: name of the adapter to sample from; "" = the base."""
@@ -249,7 +251,7 @@ class ExpertRouting(NamedTuple):
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
     """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
-    stream.
+    stream. Log-probs are in nats; servers of `launch` report those of the distribution that tokens are drawn from.
 
     Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []

@@ -149,8 +149,8 @@ def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -
 
 
 def first_servers(config, group: Peers) -> list[str]:
-    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The
-    same on all processes.
+    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process, or those that it
+    names after rollout.vllm.setup_seconds. The same on all processes. Raises EngineLost if it names none.
     """
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
@@ -275,7 +275,9 @@ class Fleet:
             time.sleep(0.25)
 
     def examine(self, replica: Replica) -> None:
-        """Checks version, plugin and model of a server. Raises ConfigError if it cannot serve this run."""
+        """Checks version, plugin and model of a server, and stores what its workers report in `infos`.
+
+        Raises ConfigError if it cannot serve this run, ServerError or Refused if it does not reply as it should."""
         control, length = self.controls[replica.index], max_model_len(self.config)
         if not self.own and control.is_open():
             log.warning("%s accepts weights and control calls without a key: start it with --middleware %s and "
