@@ -71,7 +71,7 @@ def _check_options(found, args: tuple, options: dict, spec: str) -> None:
 
 
 class FunctionRunner(EpisodeRunner):
-    """Runs a function (task, chat), asynchronous or plain, as an episode.
+    """Runs a function fn(task, chat), asynchronous or plain, as an episode.
 
     options: further keyword arguments of the function."""
 

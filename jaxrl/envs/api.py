@@ -87,12 +87,13 @@ class Turn:
     _run: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def run(self):
-        """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order.
+        """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order:
+        {"role": "tool", "name", "tool_call_id", "content"} each, for the next `chat.send`.
 
         Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run,
         concurrently if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting
         arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any other exception
-        propagates to the episode.
+        propagates to the episode, and a call of a tool that was given as a schema raises BadEnvironment.
         """
         return self._run(self)
 

@@ -24,8 +24,8 @@ RETRY = "x-stainless-retry-count"       # sent by OpenAI's SDKs
 
 
 class PendingCall:
-    """A call that waits for its reply. asked, body: parsed request and its JSON. answer: a future of the reply's
-    body."""
+    """A call that waits for its reply. asked, body: parsed request and its JSON. train: whether the program wants its
+    tokens trained. answer: a future of the reply's body."""
 
     def __init__(self, asked: ChatRequest, body: dict, train: bool, answer: asyncio.Future):
         self.asked, self.body, self.train, self.answer = asked, body, train, answer

@@ -95,7 +95,9 @@ def tool_message(call, content: str | list) -> dict:
 
 
 def result_text(name: str, value) -> str:
-    """Returns a tool's result as text: a string unchanged, anything else as JSON. Raises BadEnvironment."""
+    """Returns a tool's result as text: a string unchanged, anything else as JSON.
+
+    name: of the tool, for messages. Raises BadEnvironment for a value that JSON cannot hold."""
     if isinstance(value, str):
         return value
     try:
@@ -213,7 +215,11 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 
 
 def fit(value, kind: dict):
-    """Returns `value` converted to the type of a JSON schema. Raises BadArguments naming the expected type."""
+    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems
+    and additionalProperties are read.
+
+    3.0 becomes 3 where an integer is the only type allowed, 3 becomes 3.0 for a number; text is never converted.
+    Raises BadArguments naming the expected type."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:

@@ -106,7 +106,8 @@ def engine_name(config, here: bool = True) -> str:
     auto is vllm if servers are named, or if vLLM is installed and there is a GPU, except with several adapters.
 
     Args:
-      here: whether this host's packages and GPUs count.
+      config: the whole config.
+      here: whether this host's packages and GPUs count; False: auto without servers is jax.
     """
     name = config.rollout.engine
     if name != "auto":

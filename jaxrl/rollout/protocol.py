@@ -231,7 +231,7 @@ class Outcome:
       value: its score, including the turns' rewards; None = absent.
       rewards: further rewards by name.
       notes: numbers it recorded.
-      counts: counters and times.
+      counts: counters, and times in seconds (engine_seconds, environment_seconds).
       cause, detail: why it failed through its environment's fault; "" if it did not.
     """
 
@@ -318,7 +318,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each with its tokens so far and finish "abort"."""
+        """Ends requests (None = all): the next poll returns each with finish "abort", with its tokens so far or, as
+        from vLLM and of episodes, with none."""
 
     @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:

@@ -84,7 +84,8 @@ class TurnImages:
         return sum(math.prod(image.grid) for image in images) // self.source.merge**2
 
     def have_room(self, images, first: bool) -> bool:
-        """Returns whether a sequence may hold these images. Raises RunStopped if those of a `first` turn are too many.
+        """Returns whether a sequence may hold these images, at most env.image_tokens tokens. Raises RunStopped if those
+        of a `first` turn are too many.
         """
         if (count := self.tokens(images)) <= self.env.image_tokens:
             return True

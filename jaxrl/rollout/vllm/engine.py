@@ -154,6 +154,9 @@ class VllmEngine(Engine):
     def publish(self, params, version: int) -> None:
         """Sends the weights to every server that can take them; the first call waits for the servers to start.
 
+        params: the policy's parameter tree; spread over processes, it is copied first, which is collective. version: of
+        the weights, which their tokens carry in Result.versions.
+
         Raises EngineLost if no server is left, WeightMismatch if one computes with other weights, ConfigError if the
         servers cannot serve this run."""
         self._check_open()

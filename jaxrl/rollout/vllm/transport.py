@@ -159,7 +159,7 @@ class SharedMemory(Stream):
 
 def lock_file(path: Path, flags: int = 0) -> int | None:
     """Returns a descriptor that holds a file's lock until it is closed or the process ends; None if another process
-    holds it, or if the file is not ours.
+    holds it, or if the file cannot be opened (missing, not ours, or a link). flags: further flags of os.open.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
