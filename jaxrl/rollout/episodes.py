@@ -94,6 +94,7 @@ class EpisodeEngine(Engine):
       seed: root of the turns' and environments' seeds.
       keep: whether the engine may continue parked conversations. Which turns are still parked depends on its other
         requests, and so do the last bits of the results.
+      clock: returns seconds.
     """
 
     def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,

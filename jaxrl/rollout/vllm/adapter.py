@@ -127,7 +127,9 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
       recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
         states at the ends of its blocks only, which a group's prompt seldom reaches.
-      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none."""
+      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
+
+    Raises ConfigError for algorithm.routes=sampled with a build for CPUs, which does not report experts."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,

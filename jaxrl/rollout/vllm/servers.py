@@ -94,7 +94,9 @@ class OwnServers:
         return f"hangs: {why}" if self._silent[i] > 1 else ""
 
     def restart(self, i: int) -> bool:
-        """Ends a server and starts it again; returns False if it has used up rollout.vllm.restarts."""
+        """Ends server number i and starts it again; returns False if it has used up rollout.vllm.restarts.
+
+        Raises EngineLost if its process does not end."""
         if self.restarts[i] >= self.config.rollout.vllm.restarts:
             return False
         self.processes[i].kill()
@@ -141,7 +143,10 @@ def query_growth(config: ModelConfig) -> dict | None:
 
 def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -> None:
     """Raises ConfigError if queries of a server's model do not grow as `grows` says and sequences are long enough to
-    differ. infos: what its workers report; empty without the plugin, which nobody then knows it of."""
+    differ.
+
+    url: of the server. infos: what its workers report; empty without the plugin: growth is then unknown, which is an
+    error. grows: of `query_growth`. length: tokens of the longest sequence."""
     window = grows["original_max_position_embeddings"] if grows else length
     if length <= window or infos and all(info.get("query_growth") == grows for info in infos):
         return
