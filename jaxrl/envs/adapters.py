@@ -71,7 +71,7 @@ def _check_options(found, args: tuple, options: dict, spec: str) -> None:
 
 
 class FunctionRunner(EpisodeRunner):
-    """Runs a function (task, chat), asynchronous or plain, as an episode.
+    """Runs a function fn(task, chat), asynchronous or plain, as an episode.
 
     options: further keyword arguments of the function."""
 
@@ -81,7 +81,8 @@ class FunctionRunner(EpisodeRunner):
                              or inspect.iscoroutinefunction(getattr(fn, "__call__", None)))  # noqa: B004
 
     def run(self, task, chat, running):
-        """Calls the function; what it returns is the episode's score, or None."""
+        """Calls the function and returns what it returns: a number, a dict of numbers or None; a coroutine of it if the
+        function is asynchronous."""
         return self._fn(task, chat, **self._options)
 
 

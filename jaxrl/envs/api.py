@@ -25,7 +25,7 @@ __all__ = ["BadEnvironment", "Call", "Chat", "Observation", "Row", "Step", "Task
 
 
 class MissingColumn(KeyError):
-    """A row lacks a column that an environment reads."""
+    """A row lacks a column that an environment reads. The text names the column and those that exist."""
 
     def __str__(self):
         return self.args[0]
@@ -87,12 +87,13 @@ class Turn:
     _run: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def run(self):
-        """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order.
+        """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order:
+        {"role": "tool", "name", "tool_call_id", "content"} each, for the next `chat.send`.
 
         Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run,
         concurrently if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting
         arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any other exception
-        propagates to the episode.
+        propagates to the episode, and a call of a tool that was given as a schema raises BadEnvironment.
         """
         return self._run(self)
 
@@ -165,35 +166,40 @@ class Chat:
             is text or a list of parts, as Observation.text; a list of parts alone is a user's message.
           tools: functions (see envs/tools.py) or schemas that the model may call from now on; None
             keeps the present ones.
-          stop: texts that end this turn.
+          stop: texts that end this turn; one text or several.
           max_tokens: of this turn, below rollout.max_new_tokens; 0 for that limit.
+
+        Raises BadEnvironment for arguments of another form, and while another send is pending; TypeError for a tool
+        that is neither a plain typed function nor a schema.
         """
         return self._to_turn(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
 
     def reward(self, value: float) -> None:
         """Adds to the reward of the model's last turn, and so to the score.
 
-        Raises BadEnvironment before the first turn, and for a value that is not finite."""
+        Raises BadEnvironment before the first turn, and for a value that is no number, not finite, or beyond 1e15."""
         if not self._turns:
             raise BadEnvironment("chat.reward was called before the model's first turn")
         self._reward += _finite(value, "chat.reward")
         self._rewarded = True
 
     def state(self, key) -> None:
-        """Names the state in which the coming turn is decided: text, or what JSON can hold."""
+        """Names the state in which the coming turn is decided, for advantages that compare equal states.
+
+        key: text, or what JSON can hold (else TypeError); it holds for one turn, "" for none."""
         self._anchor = key if isinstance(key, str) else json.dumps(key, sort_keys=True)
 
     def note(self, **values: float) -> None:
         """Records numbers to report; metrics are their means over episodes. A later value of a name replaces the
         earlier one.
 
-        Raises BadEnvironment for a value that is not finite."""
+        Raises BadEnvironment for a value that is no number or not finite."""
         self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
-        """Replaces the conversation by these messages, text or a list; the next `send` adds to them.
+        """Replaces the conversation by these messages, text or a list; the next `send` adds to them, and may be empty.
 
-        What was sampled before is trained as a separate sequence."""
+        What was sampled before is trained as a separate sequence. Raises BadEnvironment for other messages."""
         self._history = _messages(messages)
 
     # -- the worker's side ---------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ def calculate(expression: str) -> str:
 
 
 async def calc(task, chat) -> float:
-    """Episode: a sum, with `calculate` as a tool. Returns 1 for the row's `answer`, else 0."""
+    """Episode: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's `answer`, but for
+    white space around it, else 0."""
     return await _score_with_tool(task, chat, calculate)
 
 
@@ -107,7 +108,9 @@ class Guess:
         return self.tell("1-32").observation
 
     def step(self, action):
-        """Compares a guess with the number; returns a Step, done with reward 1 if it is right."""
+        """Compares a guess, one or two digits, with the number; returns a Step, done with reward 1 if it is right.
+
+        Any other text is replied to with `a number` and changes nothing."""
         if not re.fullmatch("[0-9]{1,2}", action.strip()):
             return self.tell("a number")
         guessed = int(action)
@@ -131,7 +134,7 @@ SIDEWAYS = {"up": ("left", "right"), "down": ("left", "right"), "left": ("up", "
 
 
 def apply_move(grid: str, move: str) -> str:
-    """Returns the map after a move.
+    """Returns the map after a move, a key of MOVES; unchanged if the move is stopped.
 
     Cells: `.` free, `#` wall, `O` hole, `G` goal, `B` box, `T` target, `P` player; `*` a box and `+` the player on a
     target, `W` the player at the goal, `X` a player who fell into a hole. Walls and the edge stop a move; a box is
@@ -179,7 +182,9 @@ class Lake:
         return Observation(self.grid, state=self.grid)
 
     def step(self, action):
-        """Moves the player, perhaps sideways; returns a Step with the map, reward 1 if it is solved."""
+        """Moves the player, perhaps sideways; returns a Step with the map, reward 1 if it is solved.
+
+        action: up, down, left or right; any other text leaves the map as it is."""
         move = action.strip()
         if move in MOVES:
             if self.rng.random() < self.slip:
@@ -226,7 +231,7 @@ class Spot:
 
     def step(self, action):
         """Marks a click, two digits in tenths of the side; returns a Step, done with reward 1 if it is in the
-        target's box."""
+        target's box. Any other text is replied to with `two digits`, without the picture."""
         found = re.fullmatch("([0-9]) ([0-9])", action.strip())
         if found is None:
             return Step(Observation("two digits"))

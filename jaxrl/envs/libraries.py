@@ -92,7 +92,10 @@ class Gym:
         return f"{says}\n\n{self._observation_text(seen)}"
 
     def step(self, action):
-        """Takes the last action in the model's text; returns a Step. A text without one is counted in `invalid`."""
+        """Takes the last action in the model's text; returns a Step, done if gymnasium says terminated or truncated.
+
+        A text without an action takes no step: it gets the text INVALID, reward 0, and is counted in the note
+        `invalid`."""
         found = self._action(action)
         if found is None:
             self._invalid += 1
@@ -150,8 +153,8 @@ class Gym:
 
 
 def last_choice(text: str, names: tuple[str, ...]) -> int | str | None:
-    """Returns the last number or one of `names` in a text, in lower case; None without one. Numbers are cut after 19
-    digits."""
+    """Returns the last whole number (int) or the last of `names` (str) in a text, whichever comes later; None without
+    one. The text is read in lower case, so `names` must be. Numbers are cut after 20 characters, the sign included."""
     words = "|".join(map(re.escape, names)) or "(?!)"
     found = re.findall(rf"(?<![\w.-])(?:-?\d++(?![\w.]*\d)|{words})(?!\w)", text.lower())
     if not found:

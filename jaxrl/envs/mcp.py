@@ -37,10 +37,10 @@ class Server:
     Notifications of the server are dropped, its requests are refused.
 
     Args:
-      given: an http(s) URL, or a command line.
+      address: an http(s) URL, or a command line.
 
     Raises:
-      BadEnvironment: the server cannot be reached or breaks the protocol.
+      BadEnvironment: from `open` and `call`, if the server cannot be reached or breaks the protocol.
     """
 
     def __init__(self, address: str):
@@ -77,9 +77,10 @@ class Server:
 
     async def call(self, name: str, arguments: dict, images: bool = False) -> str | list:
         """Returns the tool's texts, or the JSON of structured content without text; with `images` parts where there is
-        an image. Raises ToolError.
+        an image, else a note in its place.
 
-        name, arguments: of the tool."""
+        name, arguments: of the tool. Raises ToolError for a result with isError and for invalid parameters, with the
+        server's text; BadEnvironment for any other failure."""
         result = await self._ask("tools/call", {"name": name, "arguments": arguments})
         parts = result.get("content") or []
         if images and not result.get("isError") and any(part.get("type") == "image" for part in parts):
@@ -178,7 +179,9 @@ def is_url(address: str) -> bool:
 
 
 def list_tools(servers: list[str]) -> list[dict]:
-    """Starts and stops each server once and returns the schemas of their tools. Raises LoadError."""
+    """Starts and stops each server once and returns the schemas of their tools.
+
+    servers: URLs or command lines. Raises LoadError if one fails or they take more than LIST_SECONDS together."""
     async def list_all():
         found = await open_servers(servers)
         await close_servers(found)

@@ -82,8 +82,10 @@ def _finite(text: str) -> float:
 
 
 def read_request(body, images: bool = False) -> ChatRequest:
-    """Parses a request's body. images: whether messages may show any. Raises RequestError for unsupported fields and
-    wrong types."""
+    """Returns the ChatRequest of a request's body, parsed JSON; sampling fields such as temperature are ignored, since
+    the run's config sets them.
+
+    images: whether messages may show any. Raises RequestError for unsupported fields and wrong types."""
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     for name, value in body.items():
@@ -223,7 +225,10 @@ def _call(place: str, call) -> dict:
 
 def new_messages(messages: list[dict], known: list[dict]) -> list[dict] | None:
     """Returns the new messages of a conversation that continues the known one; None if it does not: earlier messages
-    differ, or it contains an assistant message that was not sampled.
+    differ, none is new, or it contains an assistant message that was not sampled.
+
+    messages, known: in the form of ChatRequest.messages. White space around the content of assistant messages does not
+    count.
     """
     new = messages[len(known):]
     if not new or any(message["role"] == "assistant" for message in new):

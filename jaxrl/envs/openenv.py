@@ -94,8 +94,10 @@ class OpenEnv:
         return Observation(self._shown(reply["observation"], f"{says}\n\n" if says else ""), await self._anchor())
 
     async def step(self, action):
-        """Sends the action in the model's text; returns a Step. A text without one, or one that is refused, is
-        counted in `invalid`."""
+        """Sends the action in the model's text; returns a Step with the server's reward (0 if it gives none).
+
+        A text without an action, or one that the server refuses, changes nothing: it gets the text INVALID, reward 0,
+        and is counted in the note `invalid`. Raises BadEnvironment if the connection or the protocol breaks."""
         found = self._action(str(action))
         message = {"type": "step", "data": found}
         reply = None if found is None else await self._ask(message, "observation", refused=True)

@@ -52,7 +52,11 @@ class Parser:
     form: Callable[[str, tuple[str, ...], dict[str, dict[str, str]]], tuple[str, list[Call]]]
 
     def read(self, text: str, marks: tuple[str, ...] = (), types: dict | None = None) -> tuple[str, list[Call]]:
-        """Parses a text as `form` does; arguments that JSON cannot represent become an error."""
+        """Returns (text without its calls, its calls in order). Never raises: a call that cannot be parsed, or whose
+        arguments JSON cannot represent, has `error`.
+
+        marks: the markers as they appear in the text; () = as spelled. types: tool name -> argument name -> JSON type
+        (`argument_types`); None = unknown, arguments of formats without types are then text."""
         outside, calls = self.form(text, marks or self.marks, types or {})
         return outside, [_plain(call) for call in calls]
 

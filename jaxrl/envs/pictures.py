@@ -51,7 +51,9 @@ def shows(value) -> bool:
 
 
 def as_text(value, where: str):
-    """Returns an image as text: a URL unchanged, a file, bytes or picture as a data URI. where: named in errors.
+    """Returns an image as text: text (a data URI, base64 or path) unchanged; a file, bytes or picture as a data URI.
+
+    value: see the module; also a dict with one of these under "bytes", "path" or "url". where: named in errors.
 
     Raises BadEnvironment for what cannot be read as an image."""
     if isinstance(value, dict):
@@ -106,13 +108,15 @@ def result_content(name: str, value) -> str | list:
 
 
 def png(array) -> bytes:
-    """Returns a uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] as a PNG file."""
+    """Returns a uint8 array [H, W] or [H, W, 1] (grey), [H, W, 3] (RGB) or [H, W, 4] (RGBA) as a PNG file."""
     height, width, *channels = array.shape
     return png_of(array.tobytes(), height, width, channels[0] if channels else 1)
 
 
 def png_of(data: bytes, height: int, width: int, count: int) -> bytes:
-    """Returns pixels of `count` bytes each (grey, RGB or RGBA), row after row, as a PNG file."""
+    """Returns pixels of `count` bytes each (1 grey, 3 RGB, 4 RGBA), row after row, as a PNG file of 8 bits a channel.
+
+    data: height * width * count bytes. height, width: in pixels."""
     line = width * count
     lines = b"".join(b"\0" + data[i:i + line] for i in range(0, len(data), line))
 

@@ -39,7 +39,8 @@ class Canvas:
     def draw(self, shape: str, x: float, y: float, half: float, colour: Colour) -> None:
         """Draws a shape of SHAPES in place; what lies outside the picture is cut off.
 
-        x, y: its centre in pixels. half: half its size in pixels."""
+        x, y: its centre in pixels, from the left and from the top. half: half its size in pixels. colour: (red, green,
+        blue) in 0..255."""
         inside, reach = SHAPES[shape], int(half) + 2
         for row in range(max(0, int(y) - reach), min(self.height, int(y) + reach)):
             for column in range(max(0, int(x) - reach), min(self.width, int(x) + reach)):

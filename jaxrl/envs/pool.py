@@ -84,7 +84,7 @@ class LocalProcess(WorkerProcess):
 
 
 def remote_process(pool: EpisodePool):
-    """Returns a worker process on another host."""
+    """Returns a worker process on another host (env.executor=ray), as `LocalProcess` is one on this host."""
     from jaxrl.workers.ray_process import RemoteProcess
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
@@ -239,7 +239,8 @@ class EpisodePool:
           task: {"row": columns, "prompt": text or messages, "seed": int}. Arrays become lists.
 
         Raises:
-          ConfigError: a value has no JSON form."""
+          ConfigError: a value has no JSON form.
+          ValueError: an episode of this id is running."""
         try:
             episode = Episode(id, next(self._numbers), json.dumps(task, default=_as_list))
         except (TypeError, ValueError, RecursionError) as e:
@@ -256,6 +257,8 @@ class EpisodePool:
     def reply(self, id: str, turn: dict) -> None:
         """Replies to a "send" event with the model's turn: {"text", "thinking", "calls": [{"id", "name", "arguments",
         "error"}], "finish"}. Ignored if the episode is over, for example after its worker was lost.
+
+        Raises ValueError if the episode does not wait for a turn.
         """
         with self._state:
             episode = self._ids.get(id)

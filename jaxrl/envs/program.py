@@ -65,8 +65,11 @@ class ProgramChat(Chat):
         self.over, self._raw = False, {}
 
     async def ask(self, request: openai.ChatRequest, train: bool) -> dict:
-        """Returns the model's turn for a request. A request that continues the latest trained turn is appended to it;
-        any other starts a separate sequence. Untrained calls are not part of the conversation.
+        """Returns the model's turn for a request, as EpisodePool.reply sends it. A request that continues the latest
+        trained turn is appended to it; any other starts a separate sequence. Untrained calls are not part of the
+        conversation.
+
+        train: whether the turn is trained.
         """
         new = None
         if train and self.known and request.tools == self._shown:

@@ -24,8 +24,8 @@ RETRY = "x-stainless-retry-count"       # sent by OpenAI's SDKs
 
 
 class PendingCall:
-    """A call that waits for its reply. asked, body: parsed request and its JSON. answer: a future of the reply's
-    body."""
+    """A call that waits for its reply. asked, body: parsed request and its JSON. train: whether the program wants its
+    tokens trained. answer: a future of the reply's body."""
 
     def __init__(self, asked: ChatRequest, body: dict, train: bool, answer: asyncio.Future):
         self.asked, self.body, self.train, self.answer = asked, body, train, answer
@@ -45,7 +45,9 @@ class CallQueue:
         call, not a new one.
 
         Args:
-          body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one."""
+          body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one.
+
+        Raises RequestError for a body that openai.read_request refuses, and for a call that the episode refuses."""
         latest = self._latest
         if not (retry and latest is not None and latest.body == body):
             answer = asyncio.get_running_loop().create_future()

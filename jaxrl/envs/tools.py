@@ -50,8 +50,9 @@ class Tool:
         self.name = self.schema["function"]["name"]
 
     def arguments(self, arguments: dict) -> dict:
-        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a
-        number 3.0. Raises BadArguments.
+        """Returns the arguments as the function takes them: 3.0 for an integer becomes 3, 3 for a number 3.0.
+
+        Raises BadArguments, naming all that is wrong: an argument that is missing, unknown or of another type.
         """
         parameters = self.schema["function"]["parameters"]
         known, out = parameters["properties"], {}
@@ -94,7 +95,9 @@ def tool_message(call, content: str | list) -> dict:
 
 
 def result_text(name: str, value) -> str:
-    """Returns a tool's result as text: a string unchanged, anything else as JSON. Raises BadEnvironment."""
+    """Returns a tool's result as text: a string unchanged, anything else as JSON.
+
+    name: of the tool, for messages. Raises BadEnvironment for a value that JSON cannot hold."""
     if isinstance(value, str):
         return value
     try:
@@ -108,10 +111,12 @@ def result_text(name: str, value) -> str:
 
 
 def schema(fn) -> dict:
-    """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function. Raises
-    TypeError with a remedy.
+    """Returns {"type": "function", "function": {name, description, parameters[, return]}} of a function.
 
-    fn: a function with type hints and a Google-style docstring."""
+    fn: a function with type hints and a Google-style docstring, whose text before `Args:` the model reads.
+
+    Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
+    passed by name, or a type that no call can hold."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:
@@ -210,7 +215,11 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 
 
 def fit(value, kind: dict):
-    """Returns `value` converted to the type of a JSON schema. Raises BadArguments naming the expected type."""
+    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems
+    and additionalProperties are read.
+
+    3.0 becomes 3 where an integer is the only type allowed, 3 becomes 3.0 for a number; text is never converted.
+    Raises BadArguments naming the expected type."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:

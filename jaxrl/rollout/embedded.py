@@ -81,7 +81,8 @@ def make_engine(*fields):
 
 
 class EmbeddedEngine(Engine):
-    """The embedded sampler; see protocol.Engine. It works inside `poll`, at least one chunk per call."""
+    """The embedded sampler; see protocol.Engine. It works inside `poll`, at least one chunk per call. tokenizer: None =
+    no stop strings. eos_ids: end-of-text token ids. joint: mesh of all processes that publish together; None = mesh."""
 
     def __init__(self, model, shapes: Shapes, mesh, tokenizer, eos_ids, joint=None):
         self.shapes = shapes
@@ -118,7 +119,7 @@ class EmbeddedEngine(Engine):
         return ENGINES["jax"].info
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests. Raises ValueError naming one that does not fit."""
+        """Queues requests in order. Raises ValueError naming one that does not fit; then none is queued."""
         self._check_open()
         if new := {r.sampling for r in requests} - self._served:
             self._serve(new)
@@ -131,7 +132,7 @@ class EmbeddedEngine(Engine):
         self._counts["requests"] += len(samples)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Works until a request has finished or the seconds are over; returns the results."""
+        """Works until a request has finished or `deadline_s` seconds have passed; returns new results."""
         self._check_open()
         end = time.monotonic() + deadline_s
         while (self._waiting and not self._held) or self._running:
@@ -146,7 +147,7 @@ class EmbeddedEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests at once (None = all); as Engine.abort."""
+        """Ends requests at once (None = all): the next poll returns each, with its tokens so far, as "abort"."""
         self._check_open()
         gone = self._ids if ids is None else self._ids.intersection(ids)
         for sample in [s for s in (*self._running.values(), *self._waiting) if s.request.id in gone]:
@@ -167,7 +168,7 @@ class EmbeddedEngine(Engine):
         self._held = on
 
     def publish(self, params, version: int) -> None:
-        """Copies the weights to the sampling dtype and layout. Collective on a mesh over processes."""
+        """Copies the weights to the sampling dtype and layout, and evicts parked slots. Collective over processes."""
         self._check_open()
         self._params = None  # the old copy goes before the new one comes
         if self._cache is None:

@@ -106,7 +106,8 @@ def engine_name(config, here: bool = True) -> str:
     auto is vllm if servers are named, or if vLLM is installed and there is a GPU, except with several adapters.
 
     Args:
-      here: whether this host's packages and GPUs count.
+      config: the whole config.
+      here: whether this host's packages and GPUs count; False: auto without servers is jax.
     """
     name = config.rollout.engine
     if name != "auto":
@@ -130,9 +131,11 @@ def engine_row(config, here: bool = True) -> EngineRow:
 
 
 def check_served(config, hf_config: dict, family) -> None:
-    """Raises ConfigError if vLLM servers would compute another model than the trainer's.
+    """Raises ConfigError if vLLM servers would compute another model than the trainer's, or cannot report its experts.
 
-    vLLM ignores some fields of some families. family: the row of models.FAMILIES. Other engines are not checked."""
+    vLLM ignores some fields of some families. Other engines, and recipes that sample nothing, are not checked.
+
+    config: the whole config. hf_config: of the model, as in config.json. family: the row of models.FAMILIES."""
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
     if family.recurrent and config.algorithm.routes == "sampled" and not (
@@ -165,7 +168,10 @@ def check_served(config, hf_config: dict, family) -> None:
 def check_tower_served(config, hf_config: dict, tower) -> None:
     """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower.
 
-    tower: the model's VisionConfig; None: the data has no image, and the tower is not read.
+    Other engines, and recipes that sample nothing, are not checked.
+
+    config: the whole config. hf_config: of the model, as in config.json. tower: the model's VisionConfig; None: the
+    data has no image, and the tower is not read.
     """
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return

@@ -94,6 +94,7 @@ class EpisodeEngine(Engine):
       seed: root of the turns' and environments' seeds.
       keep: whether the engine may continue parked conversations. Which turns are still parked depends on its other
         requests, and so do the last bits of the results.
+      clock: returns seconds.
     """
 
     def __init__(self, engine: Engine, pool, renderer, env, *, longest: int, seed: int, keep: bool = True,
@@ -130,7 +131,8 @@ class EpisodeEngine(Engine):
         self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Runs episodes until one has finished or the deadline has passed; returns the results."""
+        """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
+        poll. Raises RuntimeError if there are episodes and no weights."""
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
@@ -152,7 +154,7 @@ class EpisodeEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends episodes (None = all), with their turns so far; as Engine.abort."""
+        """Ends episodes (None = all); the next poll returns each as "abort", without tokens."""
         gone = self._ids if ids is None else self._ids.intersection(ids)
         begun = [e for e in self._begun.values() if e.request.id in gone]
         self.pool.cancel([e.request.id for e in begun])

@@ -64,13 +64,15 @@ def decode_chunk(model, steps: int, support: int, params, cache, progress: Progr
     slot needs no state but its token, and tokens after a weight sync come from the new weights alone.
 
     Args:
-      progress: state of the slots before the call. leave_at: int scalar, see above.
+      model: jaxrl.models.Model, of which params is the parameter tree. steps: T, iterations at most.
       support: token ids of the support to return per token (K); 0 = none.
       cache: of Model.init_cache with S slots; donated by the caller.
-      controls: sampling options, one entry per slot.
+      progress: state of the slots before the call. controls: sampling options, one entry per slot.
       history_SxL: int32 tokens of prompt and completion by position; read in slots with a penalty.
-      shared, whose_S: see Model.decode.
+      leave_at: int scalar, see above.
+      shared: kernels.attention.Shared, which slots hold one prompt; None = not used.
       routes: expert ids to return per token (W); 0 = none.
+      whose_S: int32, number of each slot's adapter; None without an adapter set.
       work: PLAIN, BANS or ALL of `shapes`; see sampling.sample.
 
     Returns:
@@ -115,7 +117,9 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
     """Runs `decode_chunk` on the slots `rows_S` (all, in order, if `whole`) and the first `length` cache positions.
 
     shapes: of the engine. length: cache positions. whole: whether rows_S are all slots. constrain: tree -> tree with
-    the engine's shardings. The rest as of `decode_chunk`. Returns (cache, Chunk)."""
+    the engine's shardings. rows_S: int32 numbers of slots, which progress, controls, history_SxL, shared and whose_S
+    (see `decode_chunk`) have in this order. cache: of all slots, at its full length. leave_at: active slots at which
+    the chunk ends early. Returns (cache of all slots, Chunk)."""
     part = cache if whole else model.take(cache, rows_S)
     full_length = recurrent.cache_length(cache)
     if length < full_length:
@@ -141,7 +145,10 @@ def compiles_ahead(platform: str, processes: int) -> bool:
 
 
 def cache_shardings(model, mesh, cache):
-    """Returns the shardings of a tree of Model.init_cache: slots over the data axes, heads over tp."""
+    """Returns a tree of NamedShardings for a tree of Model.init_cache: slots over the data axes, heads over tp where
+    it divides them.
+
+    model: whose config has the heads. mesh: dp x fsdp x tp. cache: arrays or shapes."""
     tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
 
     def one(path, a):
@@ -158,7 +165,8 @@ def cache_shardings(model, mesh, cache):
 class Programs:
     """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`.
 
-    Arguments as of `programs`."""
+    model: jaxrl.models.Model as the trainer has its weights. shapes: the static shapes. mesh: of the devices that
+    decode. dtype: of weights and cache. joint: mesh of all processes that receive weights together; mesh if alone."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.published = model  # as the trainer has its weights
@@ -205,13 +213,15 @@ class Programs:
         return self.run(("caches",), make, (), out_shardings=(self.of_cache, self.of_cache))
 
     def put(self, tree, sharding):
-        """Places all arrays of a tree under one sharding; returns the tree."""
+        """Places all arrays of a tree on the devices under one sharding; returns the tree, None where it has None."""
         return jax.device_put(tree, sharding)
 
     def run(self, key: tuple, function, args, donate=(), out_shardings=None, mesh=None):
         """Calls the program `key` and returns its results; the first call compiles it from these arguments.
 
-        donate: numbers of donated arguments. mesh: to compile for; None = the engine's."""
+        key: ("prefill", length), ("decode", slots, length) and so on, kind first; one key has one set of shapes.
+        function: what to compile. donate: numbers of donated arguments, whose arrays are invalid afterwards.
+        out_shardings: tree of shardings of the results. mesh: to compile for; None = the engine's."""
         if key not in self.compiled:
             self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
@@ -233,8 +243,8 @@ class Programs:
             self.compiler.begin(key, self._compile, function, shapes, donate, out_shardings)
 
     def publish(self, params):
-        """Returns a copy of the weights in the rollout dtype and layout (split over tp, whole on every dp and fsdp
-        shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
+        """Returns a copy of the parameter tree in the rollout dtype and layout (split over tp, whole on every dp and
+        fsdp shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
         """
         key, ((mesh, there), (joint, layout)), _ = self._layouts_of(params)
         copy = self.run(key, self.cast, (params,), out_shardings=there, mesh=mesh)
@@ -273,8 +283,8 @@ class Programs:
         self.prepare(sorted((call for call in calls if call[0] in wanted), key=lambda call: call[0][0]))
 
     def prefill(self, *args):
-        """Runs `prefill_call`. Returns the stash (donated) and the tokens' experts
-        [B, P, W], None unless shapes.routes.
+        """Runs `prefill_call`, which names the arguments. Returns the stash (donated) and the tokens' experts
+        [B, P, W] int16, None unless shapes.routes.
         """
         result = self.run(*self.prefill_call(*args))
         return result if self.shapes.routes else (result, None)
@@ -283,6 +293,8 @@ class Programs:
         """Returns the arguments of `run` that prefill B prompts into stash rows (the stash holds prefilled prompts'
         keys and values).
 
+        params: of `publish`. stash: of `new_caches`, donated. tokens_BxP: int32, right-padded prompts.
+        lengths_B: int32, tokens of each, at least 1. rows_B: int32, numbers of stash rows.
         whose_B: int32 [B], adapter numbers; None without an adapter set. The same holds for whose_K and whose_S below.
         images: jaxrl.types.Images of the prompts; None: they are text, which is another program.
         """
@@ -298,13 +310,16 @@ class Programs:
         return (kind, tokens_BxP.shape[1]), prefill, (params, stash, *args), (1,), out
 
     def insert(self, cache, stash, rows_K, slots_K):
-        """Copies the prompts in stash rows [K] into slots [K]. Returns the cache, which is donated."""
+        """Copies the prompts in stash rows [K] into slots [K], both int32. Returns the cache, which is donated.
+
+        A slot number beyond the cache is dropped: it fills a call that has fewer than K prompts."""
         args = self.put((rows_K, slots_K), self.whole)
         return self.run(("insert",), self.model.insert, (cache, stash, *args), donate=(0,),
                         out_shardings=self.of_cache)
 
     def extend(self, *args):
-        """Runs `extend_call`. Returns the cache (donated) and the tokens' experts [K, L, W], None unless shapes.routes.
+        """Runs `extend_call`, which names the arguments. Returns the cache (donated) and the tokens' experts [K, L, W]
+        int16, None unless shapes.routes.
         """
         result = self.run(*self.extend_call(*args))
         return result if self.shapes.routes else (result, None)
@@ -313,6 +328,9 @@ class Programs:
                     seen=None) -> tuple:
         """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend.
 
+        params: of `publish`. cache: of `new_caches`, donated. tokens_KxL, positions_KxL: int32; positions from the
+        cache length on are padding. slots_K: int32, beyond the cache: dropped. shift_K: int32, what the images of a
+        slot add to the positions of later text; None = 0.
         seen: decoder.Seen of the new tokens, features on the devices; None: they are text, which is another program.
         """
         new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K, shift_K, seen), self.by_slot)
@@ -326,8 +344,11 @@ class Programs:
         return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
 
     def encode(self, params, images, room: int):
-        """Returns (features, features of the taps) of rows of images, each [K, room, D]. images: jaxrl.types.Images
-        of K rows."""
+        """Returns (features, features of the taps) of rows of images, each [K, room, D], for `extend`; of taps one
+        array per layer that has one.
+
+        params: of `publish`. images: jaxrl.types.Images of K rows. room: image tokens of a row, to which features are
+        padded with zeros."""
         def encode(params, images):
             seen = tower.see(self.model, params, images)
             return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, room - x.shape[1]), (0, 0))),
@@ -337,18 +358,24 @@ class Programs:
                         out_shardings=self.by_slot)
 
     def shared(self, prompts, lengths):
-        """Returns kernels.attention.share of a decode program's rows, or None if it does not use shared prompts."""
+        """Returns kernels.attention.share of a decode program's rows, or None if it does not use shared prompts.
+
+        prompts: per row what identifies its prompt's keys and values (hashable), None where it is idle. lengths: per
+        row the positions that it shares with rows of the same prompt."""
         return share(prompts, lengths, self.data_shards) if self.shares else None
 
     def decode(self, *args):
-        """Runs `decode_call`. Returns (cache (donated), Chunk)."""
+        """Runs `decode_call`, which names the arguments. Returns (cache, which is donated; Chunk)."""
         return self.run(*self.decode_call(*args))
 
     def decode_call(self, params, cache, progress: Progress, controls: Controls, history, leave_at, rows_S, length: int,
                     shared, whose_S=None) -> tuple:
         """Returns the arguments of `run` that decode one chunk in the slots `rows_S`, reading `length` cache positions.
 
-        shared: the result of `shared` for these rows.
+        params: of `publish`. cache: of all slots, donated. progress, controls: rows of these slots, in this order.
+        history: int32 [S, C] of these slots, tokens by position, on the devices. leave_at: number of active slots at
+        which the chunk ends early. rows_S: int32; as many as there are slots: all of them, in order. shared: the result
+        of `shared` for these rows.
         """
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
@@ -369,7 +396,9 @@ def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
     next job) compiles nothing.
 
     Args:
+      model: jaxrl.models.Model, as the trainer has its weights. shapes: the static shapes.
       mesh: of the devices that decode.
-      joint: the mesh of all processes whose engines receive weights together.
+      dtype: of the weights and the cache.
+      joint: the mesh of all processes whose engines receive weights together; None = mesh.
     """
     return Programs(model, shapes, mesh, dtype, joint or mesh)

@@ -27,10 +27,11 @@ def identity(pictures: Pictures | None, length: int | None = None) -> tuple:
 def rows_of_slots(of: Sequence[int], rows: int, shards: int, slots: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Assigns slots to the rows of one call: returns ([(index into `of`, row)], indices left for further calls).
 
-    Each data shard has an equal part of the call's rows and of all slots.
+    Each data shard has an equal part of the call's rows and of all slots, and a slot gets a row of its own shard.
 
     Args:
-      of: slots. rows: of the call. shards: data shards. slots: in all."""
+      of: numbers of the slots to place. rows: number of rows of the call, a multiple of `shards`. shards: number of
+        data shards. slots: number of all slots."""
     free = [list(range(i, i + rows // shards)) for i in range(0, rows, rows // shards)]
     taken, left = [], []
     for i, slot in enumerate(of):
@@ -44,13 +45,17 @@ def rows_of_slots(of: Sequence[int], rows: int, shards: int, slots: int) -> tupl
 
 def suffix_images(vision: VisionConfig, suffixes: Sequence[tuple[int, Pictures, int, int]], rows: int,
                   rooms: Sequence[int]) -> Images:
-    """Returns the images among new tokens of conversations, and the positions of these tokens.
+    """Returns the images among new tokens of conversations, and the positions of these tokens: an Images with `rotary`
+    [rows, L, 3] int32 and `inserts` [rows, L] int32, L tokens of the longest suffix, and padding of 0 and -1.
+
+    An image counts as new if its first token is; positions are those in the whole prompt.
 
     Args:
-      vision: of the model.
-      suffixes: (row, images of the whole prompt, first new token, tokens of the prompt) of each.
-      rows: of the result, with as many columns as the longest suffix has tokens.
-      rooms: ascending patches per row, of which the first that is enough is taken.
+      vision: config of the model's tower, one without `two_way`.
+      suffixes: of each conversation (row of the result, images of the whole prompt, index of the first new token, index
+        after the last).
+      rows: number of rows of the result.
+      rooms: ascending numbers of patches per row, of which the first that is enough is taken; the last must be.
     """
     merge, placed, used = vision.merge, [], np.zeros(rows, int)
     rotary = np.zeros((rows, max(stop - start for _, _, start, stop in suffixes), 3), np.int32)
@@ -68,13 +73,17 @@ def suffix_images(vision: VisionConfig, suffixes: Sequence[tuple[int, Pictures, 
 
 def prompt_images(vision: VisionConfig, pictures: Sequence[Pictures | None], lengths: Sequence[int], width: int,
                   patches: int) -> Images:
-    """Returns the images of right-padded prompts, and the positions of all their tokens.
+    """Returns the images of B right-padded prompts, and the positions of all their tokens: an Images with `rotary`
+    [B, width, 3] int32, or `reach` [B, width] int32 for a tower with `two_way`; padding has 0.
 
     Args:
-      vision: of the model.
-      pictures, lengths: images and tokens of each prompt.
-      width: tokens of a row.
-      patches: for which a row has room.
+      vision: config of the model's tower.
+      pictures: images of each prompt, None for one without.
+      lengths: number of tokens of each prompt.
+      width: tokens of a row, padding included.
+      patches: number of patches for which a row has room, in whole image tokens.
+
+    Raises ValueError where a prompt's images have more patches.
     """
     merge, placed = vision.merge, []
     of_tokens = np.zeros((len(lengths), width, *(() if vision.two_way else (3,))), np.int32)
@@ -91,10 +100,14 @@ def suffix_pieces(images: Images, suffixes: Sequence[tuple[int, int, int, np.nda
                   slots: int, length: int):
     """Yields ((tokens, positions, slots) of an extend call, inserts, rotary) until all new tokens are run.
 
+    tokens, positions and inserts are int32 [K, L], rotary int32 [K, L, 3], slots int32 [K]. Padding tokens have
+    positions from `length` on and inserts -1; a row without tokens has slot `slots`. Programs.extend drops both.
+
     Args:
-      images: of `suffix_images`.
-      suffixes: (row, slot, first position, tokens) of each conversation.
-      shape: rows and columns of a call. slots, length: of the cache, beyond which padding lies.
+      images: of `suffix_images`, with the rows that `suffixes` name.
+      suffixes: (row, slot, first position, tokens [n] int32) of each conversation.
+      shape: (K, L) of a call.
+      slots, length: number of slots and of positions of the cache.
     """
     rows, width = shape
     for begin in range(0, images.inserts.shape[1], width):

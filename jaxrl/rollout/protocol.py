@@ -44,6 +44,7 @@ class SamplingParams:
       min_p: keep tokens with at least this share of the most likely token's probability.
       repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or completion so far.
       frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
+      max_new_tokens: most tokens of the completion, its end token included.
       min_new_tokens: before this many tokens, end tokens are not drawn and stop strings do not count.
       stop: strings that end a completion at the token that completes one; `keep_stop` False removes every token that
         holds a character of the string.
@@ -91,8 +92,8 @@ class SamplingParams:
 
 
 class Key(NamedTuple):
-    """Identity of a completion within the run. Its text is the request's id, which engines, checkpoints
-    and other processes use.
+    """Identity of a completion within the run. Its text, stream/step/prompt/sample and from turn 1 on .turn, is the
+    request's id, which engines, checkpoints and other processes use.
 
     turn: of an episode, from 0."""
 
@@ -106,8 +107,10 @@ class Key(NamedTuple):
         return "/".join(map(str, self[:4])) + (f".{self.turn}" if self.turn else "")
 
     def seed(self, root: int) -> int:
-        """Returns the request's seed (uint32): a hash of its place in the run, the same on every
+        """Returns the request's seed, an int in the range of uint32: a hash of `root` and all fields, the same on every
         host and every retry.
+
+        Turn 0 is left out of the hash: the first turn of an episode has the seed of a request without turns.
 
         root: run.seed."""
         parts = (int(root), self.stream, *map(int, self[1:] if self.turn else self[1:4]))
@@ -134,15 +137,19 @@ class Request:
 
 def check_request(request: Request, longest: int, total: int, vocab: int, has_text: bool,
                   adapters: int = 0, patches: int = 0) -> np.ndarray:
-    """Returns the prompt as int32. Raises ValueError naming the request and the remedy.
+    """Returns the prompt [P] int32, contiguous, after checking that an engine can serve the request.
 
     Args:
-      vocab: size of the vocabulary.
       longest: most prompt tokens.
-      total: most tokens of prompt and completion together.
+      total: most tokens of prompt and completion together; a prompt must leave room for one more.
+      vocab: size of the vocabulary.
       has_text: whether stop strings can be searched.
-      adapters: number of adapters the engine serves.
-      patches: most patches of a prompt's images; 0: the engine serves text only."""
+      adapters: number of adapters the engine serves, numbered from 1; 0: only adapter 0.
+      patches: most patches of a prompt's images; 0: the engine serves text only.
+
+    Raises ValueError, naming the request and the remedy: the prompt is empty or too long, a prompt or stop token is
+    outside the vocabulary, stop strings cannot be searched, the adapter or the seed is out of range, or the images
+    are not served, too many, or at the end of the prompt."""
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
     if prompt.ndim != 1 or not len(prompt):
@@ -184,7 +191,7 @@ def _check_pictures(who: str, length: int, pictures: Pictures, patches: int) -> 
 
 
 def check_ids(requests: list[Request], unfinished) -> list[str]:
-    """Returns the ids of new requests. Raises ValueError if one is used twice or is still unfinished."""
+    """Returns the ids of new requests. Raises ValueError if one is used twice or is in `unfinished`, a set of ids."""
     ids = [r.id for r in requests]
     twice = [i for i, n in collections.Counter(ids).items() if n > 1 or i in unfinished]
     if twice:
@@ -224,7 +231,7 @@ class Outcome:
       value: its score, including the turns' rewards; None = absent.
       rewards: further rewards by name.
       notes: numbers it recorded.
-      counts: counters and times.
+      counts: counters, and times in seconds (engine_seconds, environment_seconds).
       cause, detail: why it failed through its environment's fault; "" if it did not.
     """
 
@@ -311,7 +318,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each with its tokens so far and finish "abort"."""
+        """Ends requests (None = all): the next poll returns each with finish "abort", with its tokens so far or, as
+        from vLLM and of episodes, with none."""
 
     @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:
@@ -350,8 +358,8 @@ class Engine(abc.ABC):
         """
 
     def weights_moved(self, params: Any) -> None:  # noqa: B027
-        """Receives the published weights at their present place, possibly host memory; the caller has
-        moved or copied them.
+        """Receives the parameter tree published last at its present place, possibly host memory; the caller has
+        moved or copied it. The version stays.
         """
 
     def metrics(self) -> dict[str, float]:

@@ -45,9 +45,11 @@ def last_step(step: int, max_staleness: int, sync_every: int) -> int:
 
 
 def staleness(step: int, versions, sync_every: int):
-    """Returns the weight syncs between the versions that drew tokens and the step that uses them; 0 = up to date.
+    """Returns the number of weight syncs between the versions that drew tokens and the step that uses them; 0 = up to
+    date: step // sync_every - versions // sync_every.
 
-    versions: int or int array, of the result's shape: completed steps of the weights."""
+    step: int, from 0. versions: int or int array, of the result's shape: completed steps of the weights. sync_every:
+    steps between syncs."""
     return step // sync_every - versions // sync_every
 
 
@@ -170,7 +172,9 @@ class RolloutQueue:
             self.receive(self.engine.poll(min(left, 1.0)))
 
     def receive(self, results: list[Result]) -> None:
-        """Stores results of the engine. Raises RuntimeError for one that was not requested here."""
+        """Stores results of the engine, and calls `finished` with every group that is complete now.
+
+        Raises RuntimeError for a result that was not requested here."""
         for result in results:
             group = self._unfinished.pop(result.id, None)
             if group is None:
@@ -206,8 +210,11 @@ class RolloutQueue:
                 stop: Callable[[], bool] = lambda: False) -> None:
         """Gives the engine the weights after `version` completed steps.
 
-        Without `partial` it first waits, as `wait` does, for completions that have started: at most `timeout`
-        seconds, and until stop() is true."""
+        Without `partial` it first holds new completions and waits for those that have started: at most `timeout`
+        seconds (then TimeoutError, nothing is published), or until stop() is true (then they are aborted and the
+        weights are published).
+
+        params: the model's parameter tree."""
         if self._unfinished and not self.partial:
             self.engine.hold(True)
             try:
@@ -220,9 +227,10 @@ class RolloutQueue:
     # ---- a checkpoint
 
     def state(self) -> tuple[dict, list[Result]]:
-        """Returns (JSON-able dict, results): what `restore` needs of this process's unused groups.
+        """Returns (state, results): what `restore` needs of the groups that are not used yet.
 
-        Results include finished turns of unfinished episodes."""
+        state can be written as JSON: "groups", [position, planned step, admitted version] of each, equal on all
+        processes, and "counts". The results are this process's, with finished turns of unfinished episodes."""
         groups = self.groups.values()
         rows = [[g.position, g.planned, g.admitted] for g in groups]
         results = [r for g in groups for r in g.results.values()]
@@ -236,8 +244,11 @@ class RolloutQueue:
         changed) are sampled again.
 
         Args:
-          results: of all processes.
-          outcomes: known results of rewards.
+          state: the first part of `state()`.
+          results: the second part, of all processes.
+          step: the next step to train.
+          cursor: position of the first prompt that no step has used.
+          outcomes: request id -> known results of its rewards, which go to PromptGroup.outcomes.
         """
         self.counts |= state["counts"]
         end = cursor + self.per_step * (self._last(step) + 1 - step)

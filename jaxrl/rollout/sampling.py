@@ -41,20 +41,21 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
     """Draws one token per slot.
 
     Args:
+      logits_SxV: float32 logits of the policy, soft-cap applied, not yet divided by the temperature.
+      produced_S: int32 tokens the completion has so far; picks the random bits and ends the ban on end tokens.
+      position_S: int32 position of the newest token of prompt and completion.
+      history_SxL: int32 tokens by position; read only where a slot has a penalty.
       controls: sampling options, one entry per slot.
-      logits_SxV: float32 logits of the policy, soft-cap applied.
-      produced_S: tokens the completion has so far; picks the random bits and ends the ban on end tokens.
-      position_S: position of the newest token of prompt and completion.
-      history_SxL: tokens by position; read only where a slot has a penalty.
-      support: most token ids of the support to return.
-      work: the most that any slot needs (`shapes.work_of`); the program contains no more.
+      support: K, most token ids of the support to return; 0 = none.
+      work: PLAIN, BANS or ALL (`shapes.work_of`), all that the program contains; options beyond it have no effect.
 
     Returns:
       token_S int32.
-      logprob_S float32: log softmax(logits / temperature)[token], over the whole vocabulary and without penalties.
-      kept_S float32: log of the mass of that softmax inside the support the token was drawn from; exactly 0 where
-        nothing is cut off, and for greedy slots.
-      support_SxK int32: the `support` likeliest tokens of that support, the drawn one among them; -1 = unused."""
+      logprob_S float32, nats: log softmax(logits / temperature)[token] over the whole vocabulary, without penalties.
+        Greedy slots at temperature 1.
+      kept_S float32, nats: log of the mass of that softmax inside the support the token was drawn from; exactly 0
+        where nothing is cut off, and for greedy slots.
+      support_SxK int32: the K likeliest tokens of that support, the drawn one among them; -1 = unused."""
     greedy_S = controls.temperature == 0
     scaled_SxV = logits_SxV / jnp.where(greedy_S, 1.0, controls.temperature)[:, None]
     peak_S = jnp.max(scaled_SxV, axis=-1)
@@ -99,11 +100,17 @@ def sample(logits_SxV, produced_S, position_S, history_SxL, controls: Controls, 
 
 
 def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
-    """Returns (token [S] int32, kept_S, ids [S, support] of `top_tokens`).
+    """Returns (token [S] int32, kept_S unchanged, ids [S, support] int32 of `top_tokens`).
 
     Tokens are drawn by `draw` from lanes with these masses; a greedy slot takes the first largest entry of q.
 
-    words_Sx2: of `random_words`. mass_SxN: of `lane_mass`. greedy_S: [S] bool. q_SxV: logits."""
+    Args:
+      words_Sx2: uint32 of `random_words`.
+      greedy_S: bool.
+      support: number of ids to return, 0 = none.
+      q_SxV: float32 logits over the temperature, -inf outside the support.
+      mass_SxN: float32 of `lane_mass` of q.
+      kept_S: passed through, so that it leaves the same branch as the token."""
     drawn_S = draw(q_SxV, mass_SxN, words_Sx2)
     best_S = lax.cond(jnp.any(greedy_S), first_argmax, lambda q: jnp.zeros(q.shape[0], jnp.int32), q_SxV)
     token_S = jnp.where(greedy_S, best_S, drawn_S)
@@ -111,10 +118,11 @@ def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
 
 
 def top_tokens(q_SxV, token_S, count: int):
-    """Returns [S, count] ids of the largest finite entries, -1 beyond; the drawn token takes the last place
-    if ties exclude it.
+    """Returns the ids [S, count] int32 of the largest finite entries of each row, the largest first, -1 beyond.
 
-    q_SxV: logits. token_S: the drawn tokens. count: K, 0 = none."""
+    The drawn token takes the last place if it is not among them (ties can exclude it).
+
+    q_SxV: float32 logits, -inf outside the support. token_S: int32, the drawn tokens. count: 0 = none, [S, 0]."""
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)
@@ -130,9 +138,14 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
     """Returns logits [S, V] after the repetition penalty (tokens of prompt and completion) and the frequency penalty
     (tokens of the completion, by count).
 
-    history_SxL: tokens by position, read up to position_S; the last produced_S of them are the completion.
+    The first divides positive logits of tokens seen by controls.repetition and multiplies the others by it; the
+    second subtracts controls.frequency times the token's count. Applied before the temperature.
 
-    controls: repetition and frequency are read."""
+    Args:
+      logits_SxV: float32.
+      produced_S, position_S: int32, tokens of the completion so far and position of the newest token.
+      history_SxL: int32 tokens by position, read up to position_S; the last produced_S of them are the completion.
+      controls: repetition and frequency are read; 1 and 0 change nothing."""
     slots, vocab = logits_SxV.shape
     column_L = jnp.arange(history_SxL.shape[1])[None, :]
     seen_SxL = column_L <= position_S[:, None]
@@ -158,12 +171,14 @@ def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
 
 
 def support_floor(q_SxV, controls: Controls):
-    """Returns the smallest scaled logit that stays after min_p, then top_k, then top_p; ties with it stay, too.
+    """Returns [S] float32, the smallest scaled logit that stays after min_p, then top_k, then top_p; ties with it stay,
+    too. -inf where none of them is set.
 
-    Each of the three keeps a set {q >= t}, so the floors combine by maximum. The floors of top_k and top_p are found
-    among the ordered bits of a float32 (`largest_true`): exact, no sort.
+    Each of the three keeps a set {q >= t}, so the floors combine by maximum. top_p's share is of the mass that min_p
+    and top_k leave. The floors of top_k and top_p are found among the ordered bits of a float32 (`largest_true`):
+    exact, no sort.
 
-    q_SxV: scaled logits. controls: min_p, top_k and top_p are read. Returns [S] float32."""
+    q_SxV: float32 logits over the temperature. controls: min_p, top_k and top_p are read."""
     peak_S = jnp.max(q_SxV, axis=-1)
     floor_S = jnp.where(controls.min_p > 0, peak_S + jnp.log(controls.min_p), NEG_INF)
     limits_k = controls.top_k > 0
@@ -196,16 +211,18 @@ def from_ordered_bits(key):
 
 
 def largest_true(key_SxV, weight_SxV, enough, peak_S):
-    """Returns per slot the largest float32 threshold at which `enough` is true; -inf if it never is.
+    """Returns [S] float32, per slot the largest threshold, at most peak_S, at which `enough` is true; -inf if it never
+    is.
 
-    `enough` gets the sum of the weights of the keys at or above the threshold, which is at most `peak_S`. The sum
-    changes only at values that occur, so the result is one of them. A pass finds four bits of it, the highest first,
-    with 15 thresholds; the eight passes come in a row, without a loop, so that a GPU's launch graph can hold them.
+    The sum of the weights of the keys at or above a threshold changes only at values that occur, so the result is one
+    of them. A pass finds four bits of it, the highest first, with 15 thresholds; the eight passes come in a row,
+    without a loop, so that a GPU's launch graph can hold them.
 
     Args:
-      key_SxV: ordered bits.
+      key_SxV: int32 of `ordered_bits`.
       weight_SxV: at least 0, of the dtype of the sum; may be a scalar.
-      enough: increasing in the sum.
+      enough: that sum [S] -> bool [S]; once true, it stays true for larger sums.
+      peak_S: float32, the largest value of each row.
     """
     signed = lambda bits: lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)  # noqa: E731
     found_S = jnp.zeros(peak_S.shape, jnp.uint32)  # above INT_MIN
@@ -218,9 +235,9 @@ def largest_true(key_SxV, weight_SxV, enough, peak_S):
 
 
 def sums_above(key_SxV, weight_SxV, thresholds):
-    """Returns for each of the thresholds [S] the sum [S] of the weights [S, V] whose keys are at or above it.
+    """Returns for each of the thresholds ([S] int32) the sum [S] of the weights whose keys are at or above it.
 
-    The keys are read once."""
+    The keys are read once. key_SxV: int32 of `ordered_bits`. weight_SxV: [S, V] or a scalar, of the sums' dtype."""
     zero = jnp.zeros((), jnp.result_type(weight_SxV))
     parts = tuple(jnp.where(key_SxV >= t_S[:, None], weight_SxV, zero) for t_S in thresholds)
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
@@ -249,7 +266,8 @@ def lanes_for(vocab: int) -> int:
 
 
 def fold_lanes(q_SxV):
-    """Folds [S, V] -> [S, M, N]; lane n holds the tokens n, n + N, n + 2 N ...; padding is -inf."""
+    """Folds logits [S, V] -> [S, M, N] of the same dtype; lane n holds the tokens n, n + N, n + 2 N ...; padding is
+    -inf. N is `lanes_for(V)`."""
     slots, vocab = q_SxV.shape
     lanes = lanes_for(vocab)
     rows = -(-vocab // lanes)
@@ -259,14 +277,17 @@ def fold_lanes(q_SxV):
 
 
 def lane_mass(q_SxV, peak_S):
-    """Returns the sum of exp(q - peak) over each lane of `fold_lanes`, [S, N]."""
+    """Returns [S, N], the sum of exp(q - peak) over each lane of `fold_lanes`; -inf entries count 0.
+
+    q_SxV: float32. peak_S: float32, subtracted so that nothing overflows; at least the row's maximum."""
     return jnp.sum(jnp.exp(fold_lanes(q_SxV) - peak_S[:, None, None]), axis=1)
 
 
 def random_words(seed_S, index_S):
-    """Returns two uint32 words [S, 2] of fold_in(key(seed), index), for any default PRNG of jax.
+    """Returns two uint32 words [S, 2] of fold_in(key(seed), index) of threefry2x32, whatever jax's default PRNG is.
 
-    No other number comes from that key."""
+    No other number comes from that key. seed_S: uint32 of the request. index_S: int32, tokens of the completion so
+    far, so that a token's bits depend on these two alone."""
     def words(seed, index):
         return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index))
 
@@ -274,13 +295,15 @@ def random_words(seed_S, index_S):
 
 
 def draw(q_SxV, mass_SxN, words_Sx2):
-    """Draws a token per slot by inverse distribution function: a lane by its mass, then a token within the lane. [S]
-    int32.
+    """Draws a token per slot ([S] int32) from softmax(q) by its inverse distribution function: a lane by its mass, then
+    a token within the lane.
 
     Two uniforms instead of one per token; no running sum is longer than a lane or the number of lanes.
 
     Args:
-      q_SxV: logits. mass_SxN: of `lane_mass`. words_Sx2: uint32, of `random_words`."""
+      q_SxV: float32 logits over the temperature, -inf where a token is excluded.
+      mass_SxN: float32 of `lane_mass` of q.
+      words_Sx2: uint32 of `random_words`; one chooses the lane, the other the token."""
     lane_S = invert(mass_SxN, words_Sx2[:, 0])
     folded_SxMxN = fold_lanes(q_SxV)
     column_SxM = jnp.take_along_axis(folded_SxMxN, lane_S[:, None, None], axis=2)[..., 0]
@@ -290,8 +313,8 @@ def draw(q_SxV, mass_SxN, words_Sx2):
 
 
 def invert(weight_SxN, word_S):
-    """Returns the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight
-    0 is never returned.
+    """Returns [S] int32, the first index whose running sum exceeds u * total, u = word / 2^32. An index of weight
+    0 is never returned, unless all are 0. weight_SxN: float32, at least 0. word_S: uint32.
 
     Rounding cannot break that promise: an index is eligible only if its weight is positive, and if none passes (u
     rounds to 1) the last eligible one is taken.

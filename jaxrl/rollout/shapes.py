@@ -43,8 +43,8 @@ class Shapes:
       prompt_lengths, cache_lengths: ascending. The cache is allocated at the last length; a decode program reads a
         shorter one while every active sequence fits.
       prefill_rows: prompts per prefill call. The stash holds that many per prompt length.
-      support: token ids of the sampler's support kept per token; 0 = none.
-      routes: expert ids kept per token; 0 = none.
+      support: token ids of the sampler's support returned per sampled token (Result.support); 0 = none.
+      routes: expert ids returned per token, over all layers (Result.routes); 0 = none.
       work: the most that requests ask of sampling (`work_of`).
       insert_width: prompts copied into slots per call, and the free slots that end a decode chunk
         early while requests wait.
@@ -86,15 +86,16 @@ class Shapes:
         return self.prefill_rows * len(self.prompt_lengths)
 
     def patch_room(self, length: int, merge: int) -> int:
-        """Returns the patches that a row of prompts of a length has room for.
+        """Returns the number of patches that a row of a prefill call has room for: `patches`, or less if `length` image
+        tokens hold fewer; rounded up to whole image tokens of merge^2 patches.
 
-        merge: patches per side of an image token.
+        length: prompt tokens of the row. merge: patches per side of an image token.
         """
         return -(-min(self.patches, length * merge**2) // merge**2) * merge**2
 
     def turn_rooms(self, merge: int) -> tuple[int, int]:
-        """Returns the patches of a row that the images of a turn are encoded in: few, and as many as a prompt may have.
-
+        """Returns two numbers of patches for the row that the images of a turn are encoded in: about a quarter of those
+        that the longest prompt has room for, and all; both in whole image tokens.
 
         merge: patches per side of an image token."""
         whole = self.patch_room(self.prompt_lengths[-1], merge)
@@ -103,18 +104,23 @@ class Shapes:
 
 def from_config(config, data_shards: int, num_eos: int, processes: int = 1, reads_all: bool = False,
                 routes: int = 0, patches: int = 0) -> Shapes:
-    """Returns the Shapes of a config.
+    """Returns the Shapes of a config for one process.
+
+    The default of rollout.slots is the process's share of the batch, at most DEFAULT_SLOTS: a decode step mostly reads
+    weights, however many sequences there are.
 
     Args:
-      num_eos: number of end-of-text tokens. processes: that share the slots.
-      data_shards: of this process, which has its share of the requested slots. The default is its share of the batch,
-        at most DEFAULT_SLOTS: a decode step mostly reads weights, however many sequences there are.
+      config: the whole config.
+      data_shards: number of data shards of this process, of which its slots and rows are multiples.
+      num_eos: number of end-of-text tokens.
+      processes: number of processes that share the slots of the config equally.
       reads_all: whether decoding always reads the cache to its end (XLA's does, the kernels do not).
-      routes: the model's expert ids per token in all layers.
-      patches: most patches of a prompt's images.
+      routes: the model's expert ids per token in all layers; used with algorithm.routes=sampled.
+      patches: most patches of a prompt's images; 0 = prompts are text.
 
     Raises:
-      ConfigError: lengths below those that the config needs."""
+      ConfigError: rollout.prompt_lengths or rollout.cache_lengths below what the config needs, more than three of
+        them, or one below 1."""
     roll, data = config.rollout, config.data
     total = longest_sequence(config, max(roll.max_new_tokens, config.eval.max_new_tokens))
     slots = -(-(roll.slots or data.prompts_per_step * roll.group_size) // processes)
@@ -138,8 +144,8 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
 
 
 def decode_lengths(count: int, slots: int, cache_lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cache lengths that `count` slots may read: the end of a tail has the longest length only,
-    to keep programs few.
+    """Returns the cache lengths that a decode program of `count` slots may read: the longest alone for less than half
+    of all `slots` (the end of a batch), to keep programs few.
     """
     return cache_lengths[-1:] if 2 * count < slots else cache_lengths
 

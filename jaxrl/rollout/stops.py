@@ -8,7 +8,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def text_decoder(tokenizer) -> Decode:
-    """Returns a function token ids -> text as produced: special tokens visible, spaces untouched."""
+    """Returns a function token ids -> text as produced: special tokens visible, spaces untouched.
+
+    tokenizer: anything with Hugging Face's `decode`."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

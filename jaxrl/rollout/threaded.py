@@ -74,14 +74,17 @@ class ThreadedEngine(Engine):
         return dataclasses.replace(self._engine.info, concurrent=True)
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests, as Engine.submit."""
+        """Queues requests once the poll in progress is over. Raises the engine's ValueError, queueing none, for one
+        that it cannot serve."""
         with self._paused() as engine:
             engine.submit(requests)
             self._open += len(requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Returns results that the thread has stored, waiting at most deadline_s seconds. Raises what the engine
-        raised in the thread."""
+        """Returns results that the thread has stored, waiting at most deadline_s seconds for the first one.
+
+        Raises RuntimeError if the engine is closed or has requests and no weights, and once whatever the engine raised
+        in the thread."""
         end, health = time.monotonic() + deadline_s, self._engine.health()
         if health.closed:
             raise RuntimeError("rollout: the engine is closed")
@@ -98,7 +101,7 @@ class ThreadedEngine(Engine):
             return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all), as Engine.abort."""
+        """Ends requests (None = all): the next poll returns each with its tokens so far and finish "abort"."""
         with self._paused() as engine:
             engine.abort(ids)
             with self._state:

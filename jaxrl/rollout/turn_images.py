@@ -35,9 +35,10 @@ class TurnImages:
         self._environment = f"env.{name}={env[name]!r}"
 
     def found(self, messages: list[dict]) -> tuple[list[dict], list]:
-        """Returns (messages, their images) as ImageSource.shown does; (messages, []) where none holds an image.
+        """Returns (messages whose contents are text or lists of parts, their images in order), as ImageSource.shown
+        does: None for a part that brings none, which stands for the row's next image. (messages, []) without images.
 
-        Raises RunStopped where the job has no images.
+        Raises RunStopped if there are images and the model has no tower, or env.image_tokens is 0.
         """
         if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for m in messages
                    if isinstance(m.get("content"), list) for part in m["content"]):
@@ -48,11 +49,14 @@ class TurnImages:
         return self.source.shown(messages)
 
     def expanded(self, ids, at, found, request: Request, shown: int) -> tuple[np.ndarray, tuple[TurnImage, ...]]:
-        """Returns (ids with one image token for each feature, their images). Raises PromptError naming the image.
+        """Returns (ids [n] with one image token for each feature, their TurnImages, `first` counted in these ids).
 
         Args:
-          ids, at: as TurnRenderer.first_with_images returns them. found: as `found` returns them.
+          ids: [n] token ids with one image token for each image. at: [I] the index of each of these.
+          found: the images, as `found` returns them; None = the row's next one.
           request: of the episode. shown: how many of its row's images stand before them.
+
+        Raises PromptError for an image that cannot be read, naming it, and where the row has no further image.
         """
         if not len(at):
             return ids, ()
@@ -80,7 +84,8 @@ class TurnImages:
         return sum(math.prod(image.grid) for image in images) // self.source.merge**2
 
     def have_room(self, images, first: bool) -> bool:
-        """Returns whether a sequence may hold these images. Raises RunStopped if those of a `first` turn are too many.
+        """Returns whether a sequence may hold these images, at most env.image_tokens tokens. Raises RunStopped if those
+        of a `first` turn are too many.
         """
         if (count := self.tokens(images)) <= self.env.image_tokens:
             return True
@@ -107,6 +112,6 @@ def sequence_images(before, known: int, opens: bool, images) -> list[TurnImage]:
 
     Args:
       before: of the sequence so far, which has `known` tokens. opens: whether the turn opens a new sequence.
-      images: of the turn.
+      images: of the turn, `first` counted from its first token; in the result from that of the sequence.
     """
     return list(images) if opens else [*before, *(i._replace(first=i.first + known) for i in images)]

@@ -127,7 +127,9 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
       lora_rank: largest rank of adapters that it has to serve; 0 = none.
       recurrent: whether the model has recurrent layers. Their states are fp32, and no prefix cache is kept: vLLM keeps
         states at the ends of its blocks only, which a group's prompt seldom reaches.
-      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none."""
+      image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
+
+    Raises ConfigError for algorithm.routes=sampled with a build for CPUs, which does not report experts."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
         "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
@@ -189,9 +191,11 @@ GENERATE = "/inference/v1/generate"
 
 
 def generate_payload(request: Request, end_ids: tuple[int, ...], seeded: bool, stream: bool, model: str = "") -> dict:
-    """Returns the JSON body of a generate request.
+    """Returns the JSON body of a generate request, without its images and stop strings: the caller adds `features`
+    (items.ItemWriter) and searches the strings in what comes back.
 
     Args:
+      request: the request; its prompt goes as token ids.
       end_ids: token ids that end every completion, besides the request's own stop tokens.
       seeded: whether the request's seed is sent. stream: whether tokens come as they are sampled.
       model: name of the adapter to sample from; "" = the base."""
@@ -249,7 +253,7 @@ class ExpertRouting(NamedTuple):
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
     """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
-    stream.
+    stream. Log-probs are in nats; servers of `launch` report those of the distribution that tokens are drawn from.
 
     Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []

@@ -96,7 +96,10 @@ class AdapterFolders:
         return self.current
 
     def load(self, control, version: Version, weight_version: str) -> None:
-        """Loads an adapter into one server in place of the previous one, and sets the version of its weights."""
+        """Loads an adapter into one server in place of the previous one, and sets the version of its weights.
+
+        control: the server's adapter.Control. version: of `write`. weight_version: the text that the server's tokens
+        carry from then on."""
         control.load_adapter(version.name, str(version.path))
         if (old := self.loaded.get(control.url, version.name)) != version.name:
             control.unload_adapter(old)

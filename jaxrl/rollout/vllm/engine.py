@@ -91,7 +91,9 @@ class VllmEngine(Engine):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests and sends them to servers. Raises ValueError naming one that cannot be served."""
+        """Queues requests and sends them to servers, with max_new_tokens cut to what fits behind the prompt.
+
+        Raises ValueError, queueing none, naming one that cannot be served."""
         self._check_open()
         most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
@@ -111,7 +113,10 @@ class VllmEngine(Engine):
 
     def poll(self, deadline_s: float) -> list[Result]:
         """Returns results finished since the last poll, waiting at most deadline_s seconds; restarts servers that
-        died meanwhile."""
+        died meanwhile.
+
+        Raises RuntimeError if there are requests and no weights, EngineLost if no server is left, RunStopped if a
+        server refused a request."""
         self._check_open()
         end = time.monotonic() + deadline_s
         if self._ids and (self._version < 0 or self._asleep):
@@ -135,7 +140,7 @@ class VllmEngine(Engine):
                 done.append(item)
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all), as Engine.abort."""
+        """Ends requests (None = all): the next poll returns each as "abort", without the tokens sampled so far."""
         self._check_open()
         self.router.abort(set(self._ids) if ids is None else self._ids.intersection(ids))
 
@@ -147,7 +152,13 @@ class VllmEngine(Engine):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def publish(self, params, version: int) -> None:
-        """Sends the weights to every server that can take them; the first call waits for the servers to start."""
+        """Sends the weights to every server that can take them; the first call waits for the servers to start.
+
+        params: the policy's parameter tree; spread over processes, it is copied first, which is collective. version: of
+        the weights, which their tokens carry in Result.versions.
+
+        Raises EngineLost if no server is left, WeightMismatch if one computes with other weights, ConfigError if the
+        servers cannot serve this run."""
         self._check_open()
         for process in self.fleet.processes:
             process.bound_log()
@@ -267,8 +278,9 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts of servers and requests since the start, the servers' counters, and times
-        of the last publish.
+        """Returns engine/...: counts of servers and requests since the start, and the servers' counters; publish/...:
+        of the last publish, its seconds, gb_per_second (1e9 bytes per second) and probe, the mean absolute log-prob
+        gap in nats.
         """
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))

@@ -20,7 +20,7 @@ LOG_BYTES = 64_000_000  # of a log, and of the previous part
 
 
 def free_port(host: str) -> int:
-    """Returns a free TCP port of a host."""
+    """Returns a TCP port of a host that is free now; it is not reserved, and another program may take it."""
     with socket.socket() as s:
         s.bind((host, 0))
         return s.getsockname()[1]

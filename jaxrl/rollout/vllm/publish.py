@@ -119,8 +119,13 @@ class Publisher:
     # ---- one publish -------------------------------------------------------------------------------------------------
 
     def publish(self, replicas, params, version: int) -> None:
-        """Sends these weights to servers; a failed try is repeated in full. Leaves each server ready, or
-        dead with the reason.
+        """Sends these weights to servers; a failed try is repeated in full, rollout.vllm.retries times. Leaves each
+        server ready, or dead with the reason.
+
+        Args:
+          replicas: the router's Replicas to send to.
+          params: the policy's parameter tree, all of whose shards this process reaches.
+          version: number of the weights.
 
         Raises:
           WeightMismatch: a server reports weights that it does not have.
@@ -317,10 +322,11 @@ class Publisher:
                 "features of images are those of older weights, or it serves another model")
 
     def probe(self, replica, pictures: Pictures | None = None) -> float:
-        """Returns the mean absolute difference of log-probs, trainer - engine, over a
-        fixed prompt's sampled continuation. pictures: images in the prompt, `_probe_images`.
+        """Returns the mean absolute difference of log-probs, trainer - engine, in nats, over the at most PROBE_TOKENS
+        tokens that a server samples behind a fixed prompt; temperature 1, no truncation.
 
-        replica: the server that is asked."""
+        replica: the server that is asked. pictures: images in the prompt, `_probe_images`. None: PROBE_PROMPT tokens
+        of text."""
         length = PROBE_PROMPT + (0 if pictures is None else int(pictures.counts.sum()) // pictures.merge**2)
         prompt = np.random.default_rng(0).integers(0, self.model.config.vocab_size, length).astype(np.int32)
         new = min(PROBE_TOKENS, max_model_len(self.config) - length)
@@ -381,8 +387,10 @@ def _next_token_logits(model, params, tokens_1xL, images):
 
 
 def sequence_logprobs(model, params, tokens: np.ndarray, pictures: Pictures | None = None) -> np.ndarray:
-    """Returns the log-probs [L-1] of tokens 1..L-1 of token ids [L] at temperature 1, by the trainer's model. pictures:
-    the sequence's images.
+    """Returns the log-probs [L - 1] of tokens 1..L-1 of a sequence at temperature 1, by the trainer's model: nats, in
+    the dtype of its logits, fp32 or better.
+
+    params: the model's parameter tree. tokens: [L] int32. pictures: the sequence's images; None = text.
     """
     images = None
     if pictures is not None:

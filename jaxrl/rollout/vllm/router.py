@@ -94,7 +94,7 @@ class Router:
     # ---- from the engine's thread ---------------------------------------------------------------------------------
 
     def call(self, function, *args):
-        """Runs a function or coroutine function in the loop's thread and returns its value."""
+        """Runs a function or coroutine function in the loop's thread; returns its value or raises what it raised."""
         async def run():
             value = function(*args)
             return await value if asyncio.iscoroutine(value) else value
@@ -106,7 +106,7 @@ class Router:
         self.call(self._submit, requests)
 
     def abort(self, ids: set[str]) -> None:
-        """Ends requests; each gets an absent result."""
+        """Ends the requests of these ids; each gets an `absent_result`, without the tokens sampled so far."""
         self.call(self._abort, ids)
 
     def pause(self, on: bool) -> None:
@@ -114,7 +114,8 @@ class Router:
         self.call(self._pause, on)
 
     def set_state(self, replica: Replica, state: str, why: str = "") -> None:
-        """Sets a replica's state; requests of a server that is dead or starting are sent again."""
+        """Sets a replica's state (see `Replica`); requests of a server that is dead or starting are sent again, with
+        the same seeds. why: the reason, for messages."""
         self.call(self._set_state, replica, state, why)
 
     def add(self, url: str) -> None:
@@ -359,7 +360,7 @@ class Router:
 
 
 def absent_result(request: Request) -> Result:
-    """Returns the result of a request without a completion: absent, never scored as wrong."""
+    """Returns the result of a request without a completion: empty arrays and finish "abort", never scored as wrong."""
     nothing = np.zeros(0, np.float32)
     return Result(request.id, np.zeros(0, np.int32), nothing, nothing, np.zeros(0, np.int32), "abort", request.seed)
 

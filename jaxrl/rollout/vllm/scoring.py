@@ -64,8 +64,11 @@ class PromptScorer:
         return row["id"]
 
     def score(self, sequences, top: int) -> list[TokenScores]:
-        """Returns the TokenScores of sequences of token ids, in order. Raises RunStopped if a server fails repeatedly
-        or refuses a request.
+        """Returns the TokenScores of sequences, in order. Servers take them in turn; MAX_CONCURRENT requests per server
+        run at a time.
+
+        sequences: token ids [n] of each. top: number of most probable tokens to return, at most the servers'
+        --max-logprobs. Raises RunStopped if a server fails TRIES times or refuses a request.
         """
         jobs = [(self.urls[i % len(self.urls)], tokens, top) for i, tokens in enumerate(sequences)]
         return list(self._threads.map(lambda job: self._one(*job), jobs))
@@ -94,10 +97,11 @@ class PromptScorer:
 
 
 def parse_scores(tokens, prompt_logprobs: list, top: int) -> TokenScores:
-    """Returns the TokenScores of a reply's `prompt_logprobs`. Raises ValueError if it is of other tokens.
+    """Returns the TokenScores of a reply's `prompt_logprobs`. Raises ValueError for another number of tokens or one
+    without log-probs, KeyError where those of the token itself are missing.
 
-    prompt_logprobs: per token None (the first), or {id: {"logprob", "rank"}} of the most probable tokens and the
-    token itself."""
+    tokens: [n] token ids. top: K, columns of the result. prompt_logprobs: per token None (the first), or
+    {id: {"logprob", "rank"}} of the most probable tokens and the token itself."""
     if len(prompt_logprobs) != len(tokens):
         raise ValueError(f"{len(prompt_logprobs)} log-probs for {len(tokens)} tokens")
     own = np.zeros(len(tokens), np.float32)

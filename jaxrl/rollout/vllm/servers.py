@@ -75,7 +75,9 @@ class OwnServers:
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
 
     def look(self, i: int, control: adapter.Control, seconds: float) -> str:
-        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice."""
+        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice.
+
+        i: number of the server. control: its client. seconds: to wait for a reply."""
         process, setup = self.processes[i], self.config.rollout.vllm.setup_seconds
         if process.exit_status() is not None:
             return f"{process.ended()}: {process.last_errors()}"
@@ -92,7 +94,9 @@ class OwnServers:
         return f"hangs: {why}" if self._silent[i] > 1 else ""
 
     def restart(self, i: int) -> bool:
-        """Ends a server and starts it again; returns False if it has used up rollout.vllm.restarts."""
+        """Ends server number i and starts it again; returns False if it has used up rollout.vllm.restarts.
+
+        Raises EngineLost if its process does not end."""
         if self.restarts[i] >= self.config.rollout.vllm.restarts:
             return False
         self.processes[i].kill()
@@ -139,7 +143,10 @@ def query_growth(config: ModelConfig) -> dict | None:
 
 def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -> None:
     """Raises ConfigError if queries of a server's model do not grow as `grows` says and sequences are long enough to
-    differ. infos: what its workers report; empty without the plugin, which nobody then knows it of."""
+    differ.
+
+    url: of the server. infos: what its workers report; empty without the plugin: growth is then unknown, which is an
+    error. grows: of `query_growth`. length: tokens of the longest sequence."""
     window = grows["original_max_position_embeddings"] if grows else length
     if length <= window or infos and all(info.get("query_growth") == grows for info in infos):
         return
@@ -149,8 +156,8 @@ def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -
 
 
 def first_servers(config, group: Peers) -> list[str]:
-    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process. The
-    same on all processes.
+    """Returns the URLs of rollout.servers; for a folder, once it names a server for every process, or those that it
+    names after rollout.vllm.setup_seconds. The same on all processes. Raises EngineLost if it names none.
     """
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
@@ -275,7 +282,9 @@ class Fleet:
             time.sleep(0.25)
 
     def examine(self, replica: Replica) -> None:
-        """Checks version, plugin and model of a server. Raises ConfigError if it cannot serve this run."""
+        """Checks version, plugin and model of a server, and stores what its workers report in `infos`.
+
+        Raises ConfigError if it cannot serve this run, ServerError or Refused if it does not reply as it should."""
         control, length = self.controls[replica.index], max_model_len(self.config)
         if not self.own and control.is_open():
             log.warning("%s accepts weights and control calls without a key: start it with --middleware %s and "

@@ -118,7 +118,11 @@ class SharedMemory(Stream):
         self._maps: dict[Path, np.memmap] = {}  # mapping a file again would cost as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
-        """Copies tensors into one of two files, by turns; returns the chunk's description."""
+        """Copies tensors into one of two files, by turns; returns the chunk's description (fields of
+        vllm_plugin.UpdateInfo).
+
+        tensors: (name, array in host memory). verify: whether it has their SHA-256. Raises RunStopped if /dev/shm is
+        full."""
         rows, size = describe(tensors, verify)
         path = self.folder / str(self._turn)
         self._turn = 1 - self._turn
@@ -155,7 +159,7 @@ class SharedMemory(Stream):
 
 def lock_file(path: Path, flags: int = 0) -> int | None:
     """Returns a descriptor that holds a file's lock until it is closed or the process ends; None if another process
-    holds it, or if the file is not ours.
+    holds it, or if the file cannot be opened (missing, not ours, or a link). flags: further flags of os.open.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
@@ -210,7 +214,10 @@ class Network(Stream):
         return http_server.Reply(200, chunk, "application/octet-stream")
 
     def payload(self, tensors, verify: bool) -> dict:
-        """Copies tensors into one chunk that servers fetch; returns its description. The last two chunks stay."""
+        """Copies tensors into one chunk that servers fetch; returns its description (fields of vllm_plugin.UpdateInfo).
+        The last two chunks stay.
+
+        tensors: (name, array in host memory). verify: whether the description has their SHA-256."""
         rows, size = describe(tensors, verify)
         buffer = bytearray(size)
         fill(buffer, tensors, rows)
@@ -283,7 +290,9 @@ class Broadcast(Stream):
         self._joined = True
 
     def payload(self, tensors, verify: bool) -> dict:
-        """Packs tensors into one chunk on the device; returns its description (fields of vllm_plugin.UpdateInfo)."""
+        """Packs tensors into one chunk on the device; returns its description (fields of vllm_plugin.UpdateInfo).
+
+        tensors: (name, array on the device). verify: whether it has their SHA-256, which copies them to the host."""
         rows, size = describe(tensors, verify)
         self._buffer = jax.block_until_ready(_packed([array for _, array in tensors])).addressable_data(0)
         if self._buffer.nbytes != size:
@@ -324,7 +333,10 @@ class Checkpoint:
         self.folder = Path(folder)
 
     def write(self, model, params, hf_config: dict, dtype, version: int) -> Path:
-        """Writes the weights as a Hugging Face folder and returns its path; deletes folders of earlier versions."""
+        """Writes the weights as a Hugging Face folder and returns its path; deletes folders of other versions.
+
+        model: jaxrl.models.Model, of which params is the parameter tree. hf_config: as in config.json. dtype: of the
+        tensors. version: number of the weights, which names the folder."""
         path = self.folder / f"weights_{version}"
         hf.export(model, params, path, hf_config, dtype)
         for old in self.folder.glob("weights_*"):
