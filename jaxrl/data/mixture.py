@@ -94,7 +94,8 @@ class BadRowTotals:
 
 
 def source_config(config, name: str):
-    """Returns the config of one source: its entries override those of `data`."""
+    """Returns an editable copy of the config in which a source's entries override those of `data`. Entries that only a
+    source has (weight, where, rewards, algorithm, coef) are left out."""
     out = editable(config)
     for key, value in config.data.sources[name].items():
         if key in ("path", "split") and isinstance(value, str):
