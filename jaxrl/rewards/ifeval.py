@@ -200,7 +200,7 @@ def lowercase(text):
 @check("validate_frequency_capital_words")
 def capital_words(text, N, quantifier):
     """Whether the number of words in capital letters compares to N as `quantifier` says ("at least", "at most",
-    "around")."""
+    "around", which allows no difference here)."""
     return _compared(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, 0)
 
 

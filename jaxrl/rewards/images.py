@@ -59,7 +59,7 @@ def from_json(files: list[str], sizes: list) -> list[RowImage]:
 
 def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
     """Returns the last `count` numbers that stand together in a text, divided by commas, spaces or brackets: `[1, 2, 3,
-    4]`, `(1,2),(3,4)`, `37 62`; None without such.
+    4]`, `(1,2),(3,4)`, `37 62`; None without such. The last 4096 characters are read.
     """
     between = r"[\s,()\[\]]+"
     found = re.findall(rf"(?<![\w.-]){between.join([f'({NUMBER})'] * count)}(?![\w]|\.\d)", text[-4096:])
@@ -72,7 +72,7 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
     Args:
       values: x and y by turns. sizes: of the image; needed unless the frame is "stored".
       frame: of the values, one of FRAMES: "stored" (pixels of the stored image), "thousandths" (of width and height),
-        or that of the image the model sees.
+        or "seen" (pixels of the image as the model sees it).
 
     Raises ValueError for another frame or missing sizes."""
     if frame not in FRAMES:

@@ -55,9 +55,16 @@ class RewardPool:
 
     Args:
       config: `reward.*`, `user`, and the folder `run.dir` (for functions written in a notebook).
-      functions: specs or Python callables that replace `reward.functions`.
-      names: specs that replace `reward.functions` (for example `eval.rewards`).
+      functions: specs or Python callables that replace `reward.functions`, with reward.weights in their order.
+      names: specs that replace `reward.functions` (for example `eval.rewards`); each keeps the weight that it has
+        there, 1 if it is not among them.
       servers: services.Server of the run's judges, by name.
+
+    Attributes:
+      specs, names, weights: of the functions; weights by name.
+
+    Raises:
+      ConfigError: options that do not fit, or a function that cannot be passed to workers; see specs.check_specs.
     """
 
     def __init__(self, config, functions=None, names=None, servers=None):
