@@ -476,7 +476,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the rows' content and their count; see the class."""
+        """Hash of the rows' content in order (first 16 hex digits) and their count, rows dropped for their length
+        included, as text."""
         return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
 
     @property

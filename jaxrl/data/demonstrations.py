@@ -162,7 +162,7 @@ class CompletionRenderer:
         """Returns the [C] int32 ids of each completion, with its end token, tokenized in one call.
 
         Args:
-          texts: results of `__call__`.
+          texts: (text before the completion, text up to and including it, ids to append) of each, from `__call__`.
           known: prompt text -> ids that are already known.
         """
         encode = self.template.encode

@@ -81,7 +81,7 @@ class Mixture:
         return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
 
     def describe(self) -> str:
-        """Returns one line per source; see `Dataset.describe`."""
+        """Returns one line per source: number of rows, lengths, and how many rows were dropped, cut or split."""
         return "\n".join(part.describe() for part in self._sets)
 
 

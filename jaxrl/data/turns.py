@@ -409,11 +409,13 @@ class TurnRenderer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens in addition to the tokenizer's; see the class."""
+        """Stop tokens in addition to the tokenizer's end token: the one with which the template ends a turn, and with
+        env.max_parallel_calls=1 the one that ends a call."""
         return self.stop_ids_with(False)
 
     def stop_ids_with(self, tools: bool) -> tuple[int, ...]:
-        """Returns `stop_ids` for a conversation that has its own tools (`tools` true) or not."""
+        """Returns the stop tokens in addition to the tokenizer's end token, of a conversation that has its own tools
+        (`tools` true, so that calls are read) or not."""
         out = [shape.close[-1] for shape in self._ends if shape.own_end]
         reads = tools or self._reads_calls
         if self.parser is not None and reads and self.config.env.max_parallel_calls == 1:

@@ -97,8 +97,8 @@ class Service:
         times a random factor in 0.5..1, 30 s at most.
 
         Args:
-          client: of `client`. budget: of the work that the request is part of. urls: tried in turn. headers: further
-            ones.
+          client: of `client`. budget: time left of the work that the request is part of; its `last` becomes the failure
+            of each try. urls: tried in turn. headers: further ones.
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:

@@ -94,7 +94,7 @@ class Judge(Service):
         """Returns (score in 0..1, {cached: 1.0 if the reply was on disk, else 0.0}). A reply without a score is asked
         for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one.
 
-        client, budget: as of Service.ask. messages: of `messages`."""
+        client: of Service.client. budget: time left. messages: of `messages`."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)

@@ -177,7 +177,8 @@ class RewardPool:
         """Calls every function on a few items before a run depends on them. Keeps no scores.
 
         Raises:
-          ConfigError: names each function that fails on all items it applies to; see `score` for other causes.
+          ConfigError: names each function that fails on all items it applies to. Also if no worker can be started, a
+            value has no JSON form, or a batched function does not return one score per item.
         """
         results: dict[tuple[int, int], dict] = {}
         jobs = [(i, f) for i, functions in enumerate(self._functions_of_items(items)) for f in functions]

@@ -17,7 +17,8 @@ UNITS = ("characters", "words", "tokens")
 
 
 def length(completion: str, token_ids, unit: str) -> int:
-    """Returns the length of a completion in characters, words or tokens. Raises ValueError for another unit."""
+    """Returns the length of a completion in a unit: "characters", "words" (divided by white space) or "tokens" (of
+    token_ids). Raises ValueError for another unit."""
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r}: choose from {', '.join(UNITS)}")
     return len(token_ids) if unit == "tokens" else len(completion.split() if unit == "words" else completion)
@@ -94,6 +95,7 @@ def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="
     a completion is right, math_reward decides; without a reference answer the score is None.
 
     Args:
+      token_ids: ids of the completion, counted with unit="tokens".
       max_length: in `unit`.
       unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
       wrong: (a, b) of wrong completions. right: (b, a) of right ones, so that both are given lowest first.
@@ -117,6 +119,7 @@ def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit=
     appendix C.2); 0 without n-grams.
 
     Args:
+      token_ids: ids of the completion, read with unit="tokens".
       size: n. penalty: negative, the score of a text that repeats itself throughout. unit: "words" (lower-cased) or
         "tokens".
 

@@ -93,9 +93,9 @@ async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
     """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
     null, ...]}, in order.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns per item a score, None where the service gives null, or a ServiceError. Raises ServiceError for a reply that
-    does not have one entry per item."""
+    client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
+    rotated. Returns per item a score, None where the service gives null, or a ServiceError. Raises ServiceError without
+    a usable reply in time, and for one that does not have one entry per item."""
     urls = rotate_urls(self.urls, turn)
     reply = await self.ask(client, budget, urls, {"items": items})
     values = check_count(get_field(reply, "scores", list, urls[0]), len(items), urls[0])
@@ -119,8 +119,8 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
     for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
+    rotated. Returns per item a score or a ServiceError. Raises ServiceError without a usable reply in time."""
     urls = rotate_urls(self.urls, turn, "/api/reward/enqueue")
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
@@ -165,8 +165,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
     A SystemError reported by the service is the service's failure, not the code's. Completions are sent one by one,
     so that code that hangs does not cost others their score.
 
-    client, budget: as of Service.ask. items: one, as JSON. turn: number of the request, from which URLs are rotated.
-    Returns [score]."""
+    client: of Service.client. budget: time left. items: one, as JSON. turn: number of the request, from which URLs are
+    rotated. Returns [score or ServiceError]. The code is the last block between ``` fences, else the whole completion.
+    Raises ServiceError without a usable reply in time, with cause `system` for a SystemError."""
     urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
     text = items[0]["completion"]
     blocks = FENCED.findall(text)
@@ -184,8 +185,9 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; the
     values are logits, since activation is off.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: with `ids`, the token ids of prompt and completion. turn:
+    number of the request, from which URLs are rotated. Returns per item a score or a ServiceError. Raises ServiceError
+    without a usable reply in time, and if the server has another tokenizer."""
     urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
@@ -193,11 +195,12 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
 
 
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
-    """Scores items with vLLM's /pooling: request as for classify -> {"data": [{"index", "data"}]}, one number per
-    label, or a list of those per token, of which the last counts.
+    """Scores items with vLLM's /pooling: {"input": [[token id, ...], ...]} -> {"data": [{"index", "data"}]}, one number
+    per label, or a list of those per token, of which the last counts; activation is off.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: with `ids`, the token ids of prompt and completion. turn:
+    number of the request, from which URLs are rotated. Returns per item a score or a ServiceError. Raises ServiceError
+    without a usable reply in time, and if the server has another tokenizer."""
     urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
@@ -210,8 +213,8 @@ class Classifier(Remote):
 
     It receives the token ids of prompt and completion.
 
-    o: the service's options (see services.service_options), of which `model` is named in requests. place: {urls,
-    key_env} as of Service."""
+    o: the service's options (see services.service_options), of which `model` is named in requests. place: {urls:
+    addresses of the servers, key_env: environment variable with the secret, "" = none}."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -226,8 +229,8 @@ class Classifier(Remote):
         """Checks once that the server decodes the ids to the completions' text. Raises ServiceError otherwise, with
         cause `tokenizer`, since scores of other words would look valid. A server that cannot decode passes.
 
-        client, budget: as of Service.ask. url: of the scoring request; /detokenize beside it is asked. items: dicts
-        with `completion` and `ids`, of which four at most are tried."""
+        client: of Service.client. budget: time left. url: of the scoring request; /detokenize beside it is asked.
+        items: dicts with `completion` and `ids`, of which four at most are tried."""
         if self._known:
             return
         read = []

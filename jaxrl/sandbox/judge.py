@@ -65,6 +65,7 @@ class Deferred(ast.NodeTransformer):
     """
 
     def visit_Assert(self, node):
+        """Returns the assert in a `try` that passes over Unknown."""
         handler = ast.ExceptHandler(ast.Name("__Unknown__", ast.Load()), None, [ast.Pass()])
         return ast.Try([node], [handler], [], [])
 

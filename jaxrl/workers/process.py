@@ -208,7 +208,7 @@ class WorkerProcess(Channel):
     Args:
       module: its `main()` runs in the worker.
       printed: receives its standard error.
-      env: its environment, see `environment`.
+      env: its whole environment, as `environment` returns it.
       memory_gb: limit of the worker with its child processes; 0 = none (Linux only).
       group, who: option group and kind of worker ("reward", "a reward"), for messages.
       python: another interpreter, "" = this one.

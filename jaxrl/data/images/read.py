@@ -192,7 +192,7 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
       prompt: text or chat messages.
       column: images of the row's column, unread.
       marker: text that stands for an image.
-      root: folder of relative paths, as for `images_of`.
+      root: folder that paths are relative to and must lie in; None refuses paths.
       videos: videos of the row's column, unread.
       video_of: (value of a part, root, the part) -> a video; None = the model reads no videos.
 

@@ -160,7 +160,7 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
 
 
 def as_fields(rule: Rule) -> dict:
-    """Returns the content of a preprocessor_config.json that says what a rule does."""
+    """Returns the fields of a preprocessor_config.json that says what a rule does."""
     if rule.side:
         return {"image_processor_type": SERVED_OF_SQUARES["image_processor_type"][0], "image_mean": rule.mean,
                 "image_std": rule.std, "resample": rule.resample, "size": {"height": rule.side, "width": rule.side}}

@@ -113,7 +113,8 @@ class ImageSource:
         return next((name for name in self.columns if row.get(name) is not None), self.column)
 
     def register(self, dataset) -> int:
-        """Returns the number of a data set, whose `tables` and `reader` make its pictures later."""
+        """Returns the number of a data set, which becomes a part of its pictures' numbers; its `tables` and `reader`
+        make its pictures later."""
         self._sets.append(dataset)
         return len(self._sets) - 1
 
@@ -305,7 +306,8 @@ class ImageSource:
         return number | BLANK * grey, held
 
     def grid(self, number: int) -> tuple[int, int]:
-        """Returns the grid of a picture that is held, which is made now. Raises ImageError if it cannot be."""
+        """Returns the (rows, columns) of patches of a picture that is held, which is made now. Raises ImageError if it
+        cannot be."""
         return self._store.get([number])[0].grid
 
     def places_of(self, images) -> Places | None:
@@ -339,7 +341,7 @@ class ImageSource:
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:
-        """Returns the files and sizes of a row's images, which are read when they are asked for."""
+        """Returns the files and sizes of a row's images, which are read when they are asked for; never grey ones."""
         return RowFiles(self, [] if places is None else (places.numbers & ~BLANK).tolist())
 
     def _image(self, number: int) -> Image | Clip:
@@ -354,14 +356,15 @@ class ImageSource:
         return self._sets[row >> OF_ROW], row & (1 << OF_ROW) - 1, number & (1 << OF_NUMBER) - 1
 
     def sizes(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns (height, width) of an image of a row as it is stored, and as the model sees it."""
+        """Returns ((height, width) of an image of a row as it is stored, (height, width) as the model sees it), in
+        pixels; of a group of frames those of its first frame. Raises ImageError. number: of the picture."""
         image = self._image(number)
         stored = size_of(_first(image), self.limit)
         return stored, self._size(image, *stored)
 
     def file(self, number: int) -> bytes:
         """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a
-        frame of an animation, as PNG."""
+        frame of an animation, as PNG. number: of the picture."""
         image = _first(self._image(number))
         if image.frame:
             image = Image(pixels=pixels_of(image, self.limit))
@@ -405,7 +408,7 @@ class RowFiles(NamedTuple):
     numbers: list[int]
 
     def sizes(self) -> list:
-        """Returns of each image [stored, seen], each (height, width)."""
+        """Returns of each image (stored, seen), each (height, width) in pixels; stored upright."""
         return [self.source.sizes(number) for number in self.numbers]
 
     def files(self) -> list[str]:

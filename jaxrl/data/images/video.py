@@ -77,9 +77,10 @@ class Sampling(NamedTuple):
 
     Attributes:
       rule: its least and most bound the pixels of a frame; of a video as a whole if `whole`.
-      whole: see rule. Then a group is preceded by its time, too ("<0.5 seconds>"), and is an image of its own.
+      whole: whether the bounds are those of the whole video (Qwen3-VL). Then a group is preceded by its time, too
+        ("<0.5 seconds>"), and is an image of its own.
       fps: frames taken a second; None = all frames.
-      least, most: frames taken.
+      least, most: bounds of the number of frames taken.
       per_second: positions that a second takes where groups follow each other without text; 0 = a group takes one.
     """
 
@@ -157,7 +158,8 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
     Args:
       data: options data.video_fps, data.video_max_frames and data.video_max_pixels.
-      rule: of images, see resize.rule_of.
+      model_type: of config.json, the family's name there.
+      rule: how images are resized and cut, from resize.rule_of.
       folder: of the checkpoint, whose video_preprocessor_config.json (or the video_processor of processor_config.json,
         or preprocessor_config.json) is read; None or without one: the family's defaults.
       tower: vision_config of its config.json.
@@ -202,7 +204,7 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
 
 def as_fields(sampling: Sampling) -> dict:
-    """Returns the content of a video_preprocessor_config.json that says how videos are taken."""
+    """Returns the fields of a video_preprocessor_config.json that says how videos are taken, resized and normalised."""
     kind = "Qwen3VLVideoProcessor" if sampling.whole else "Qwen2VLVideoProcessor"
     taken = {"fps": sampling.fps} if sampling.fps else {}
     own = {k: v for k, v in fields_of_images(sampling.rule).items() if k != "image_processor_type"}
