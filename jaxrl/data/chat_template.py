@@ -194,7 +194,9 @@ class Template:
 def check_messages(value, images: bool = False) -> list[dict]:
     """Returns chat messages with text contents (lists of text parts are joined). Raises PromptError naming the message.
 
-    images: contents may be lists with images, as data.images.source makes them.
+    Fields whose value is None are dropped. A content of None is "" in a message with tool calls or thinking.
+
+    value: a list of {role, content, ...}. images: contents may be lists with images, as data.images.source makes them.
     """
     if not isinstance(value, list) or not value:
         raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"

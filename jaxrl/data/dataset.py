@@ -251,7 +251,7 @@ class Reader:
         """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of
         text. where: "file:line".
 
-        Raises PromptError as `__call__` does."""
+        Raises PromptError for markers and images that do not match, and images in no known form."""
         prompt = row.get(prompt_column(row, self.prompt))
         return [] if self.images is None else self.images.flat(self.images.split(row, prompt, where)[1])
 
@@ -354,7 +354,10 @@ class Reader:
 
 class Dataset:
     """Examples by index: `len(dataset)`, `dataset[i]`. Token ids are computed once at start-up; the rest of a row is
-    read on access.
+    read on access. N is the number of examples; a row that was split has several.
+
+    Args:
+      tables: the raw rows, by number. reader: the Reader of these rows.
 
     Attributes:
       name: "train", "heldout" or the name of an eval set.
@@ -497,7 +500,8 @@ class Dataset:
 
 
 def column_value(row, name: str):
-    """Returns a column's value; for a name a.b without such a column, field b of column a; None if there is neither."""
+    """Returns the value of a row's column `name`; for a name a.b without such a column, field b of column a; None if
+    there is neither."""
     if name in row or "." not in name:
         return row.get(name)
     for part in name.split("."):

@@ -37,6 +37,7 @@ def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=()
     on one side, so no held-out prompt is trained on.
 
     Args:
+      config, tokenizer: of the job.
       eos_id: token that ends supervised completions; recipes that train on the data's completions need it (ValueError
         without it), rl ignores it.
       rows: a list of dicts or a datasets.Dataset; None reads `data.path`.
@@ -130,6 +131,7 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Supervised jobs read a set's completion column where it has one.
 
     Args:
+      config, tokenizer: of the job.
       eos_id: token that ends supervised completions. tools: JSON schemas passed to the chat template.
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.

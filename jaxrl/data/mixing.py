@@ -59,7 +59,7 @@ class Claims:
 
     def scale(self, parts: list[int]) -> None:
         """Sets new shares (`shares` of the weights), whose sum may differ from before; what is owed stays, rounded
-        to whole units."""
+        to whole units, and the source with the largest share makes up for the rounding. parts: a share per source."""
         self.parts, whole = parts, sum(parts)
         self.owed = [float(round(c * whole / self.whole)) for c in self.owed]
         self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must not change the total

@@ -87,7 +87,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class BadRowTotals:
-    """Number and messages of bad rows, summed over sources; as BadRows."""
+    """Number of bad rows (`count`) and their messages, the first ones of each source, over all sources of a Mixture."""
 
     count: int
     messages: list[str]

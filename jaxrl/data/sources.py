@@ -88,7 +88,7 @@ class BadRows:
         self.mode, self.count, self.messages = mode, 0, []
 
     def add(self, where: str, problem: str) -> None:
-        """Records a bad row at `where` ("file:line"). Raises DataError in mode 'error'."""
+        """Records a bad row at `where` ("file:line") for the reason `problem`. Raises DataError in mode 'error'."""
         message = f"{where}: {problem}"
         if self.mode == "error":
             raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)") from None

@@ -116,6 +116,7 @@ class Stream:
         has.
 
         Args:
+          config: of the job. dataset: a Dataset, or a Mixture with its sources' weights in data.sources.
           resumed_part: part name -> its entry in the resumed checkpoint, or None.
 
         Raises ConfigError if one step takes more than MAX_PASSES_PER_STEP passes over the data, or more rows than all

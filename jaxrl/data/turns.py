@@ -91,9 +91,11 @@ class TurnRenderer:
         """Returns ([P] int32 ids of a whole conversation, ending with the generation prompt, with one image token for
         each image; [I] the index of each of these).
 
-        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; images are in their order.
-        tools: JSON schemas of this conversation; None for the renderer's. Raises ImageError for an image in a job of
-        text, and if the tokenizer does not make one id of each image token.
+        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; images are in their order. Of
+        tools' replies they follow in a user's message where the template would leave them out.
+
+        messages: text or chat messages. tools: JSON schemas of this conversation; None for the renderer's. Raises
+        ImageError for an image in a job of text, and if the tokenizer does not make one id of each image token.
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
@@ -204,8 +206,13 @@ class TurnRenderer:
         """Returns ([A] int32 ids to append to recorded ids, as `extend` returns them, with one image token for each
         image; [I] the index of each of these).
 
-        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; limit holds for each text of
-        one. Raises PromptError if the template cannot write these messages after a turn.
+        Args:
+          history: ids of prompt and turns so far, ending with sampled ids.
+          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text is one user turn.
+            A content may be a list of parts {"type": "text", "text"} and {"type": "image"}.
+          limit: most tokens of each text of a content, whose middle is cut; 0 for no limit.
+
+        Raises PromptError if the template cannot write these messages after a turn.
         """
         messages = self._placed(_messages(messages, self.images is not None))
         count, parts = _count_images(messages), [part for m in messages for part in parts_of(m)]

@@ -321,6 +321,7 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
 
     Args:
       code_score: "all" = 1.0 if every test passes, else 0.0; "fraction" = share of passed tests.
+      entry_point: the function that tests of the form check(candidate) call.
 
     Returns (score, metrics): passed, the share of passed tests (with "all", tests that are not run after a failed one
     count as failed); opaque, 1.0 if a result was not plain data; limited, 1.0 if a limit was hit. Raises SandboxError

@@ -175,8 +175,8 @@ def retry_after(text: str | None) -> float | None:
 
 
 def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
-    """Returns the URLs in turn, beginning with the one at `turn` (modulo their number); those without a path get
-    `path`."""
+    """Returns all URLs in turn, beginning with the one at `turn` (modulo their number), so that requests are spread
+    over servers and retries go to the next; those without a path get `path`."""
     turned = [urls[(turn + i) % len(urls)] for i in range(len(urls))]
     return [url if "/" in url.partition("://")[2] else url + path for url in turned]
 

@@ -29,7 +29,7 @@ class Sizes:
 class RowImage:
     """One image of a row, as reward functions get it.
 
-    file: the bytes of its file. sizes: Sizes."""
+    file: the bytes of its file. sizes: height and width as stored and as the model sees it."""
 
     def __init__(self, file: bytes, sizes: Sizes):
         self.file, self.sizes = file, sizes
@@ -48,7 +48,7 @@ class RowImage:
 
 
 def sizes_from_json(value: list) -> list[Sizes]:
-    """Returns the Sizes of a list of [stored, seen]."""
+    """Returns the Sizes of a list of [stored, seen], each (height, width) in pixels."""
     return [Sizes(tuple(stored), tuple(seen)) for stored, seen in value]
 
 
@@ -104,7 +104,9 @@ def ordered(box) -> Box:
 
 
 def iou(a: Box, b: Box) -> float:
-    """Returns the area that two boxes share over the area that they cover together; 0 for two without area."""
+    """Returns the area that two boxes share over the area that they cover together, in 0..1; 0 for two without area.
+
+    a, b: (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2, of one unit."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0.0) * max(height, 0.0)

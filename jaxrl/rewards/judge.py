@@ -166,8 +166,8 @@ def data_uri(file: bytes) -> str:
 
 
 def reply_text(reply, where: str) -> str:
-    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for another
-    form."""
+    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for a reply of
+    another form, naming the server `where`."""
     choices = get_field(reply, "choices", list, where)
     if not choices:
         raise ServiceError("count", f"{where}: no choice")

@@ -35,7 +35,8 @@ class ServiceTable(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A judge's server that this run started: its URL and API key."""
+    """A judge's server that this run started. url: its address. key: its API key, which workers get in an environment
+    variable."""
 
     url: str
     key: str

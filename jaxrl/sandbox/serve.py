@@ -25,7 +25,8 @@ CONNECTIONS = 512
 
 def server(host: str, port: int, at_once: int, key: str = "") -> Server:
     """Returns a server for requests with the key ("" = all requests) that runs `at_once` programs at a time. It replies
-    401 to a missing or wrong key, 404 to another path than /run, 405 to another method than POST."""
+    401 to a missing or wrong key, 404 to another path than /run, 405 to another method than POST. host: address to
+    listen on, "" = all."""
     def admit(request: Request) -> Reply | None:
         if key and not request.has_key(key):
             return error(401, "the bearer token is missing or wrong")

@@ -36,6 +36,11 @@ def die_with_parent() -> None:
 class Replies:
     """The stream to the parent. Only the process that opened it may write: a forked child that returns from
     user code exits here.
+
+    fd: of the stream, from `private_descriptors`.
+
+    Attributes:
+      task: number of the task that replies are for, which every message carries; None before the first one.
     """
 
     def __init__(self, fd: int):

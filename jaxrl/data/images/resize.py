@@ -77,7 +77,8 @@ class Rule:
         return new[0], new[1]
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the (rows, columns) of patches of an image of this stored size."""
+        """Returns the (rows, columns) of patches of an image of this stored size in pixels. Raises ImageError for a
+        size that `size` refuses."""
         new = self.size(height, width)
         return new[0] // self.patch, new[1] // self.patch
 
@@ -214,7 +215,9 @@ def _check(rule: Rule, name: str) -> None:
 
 def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
     """Cuts a resized image into patches, [N, C * p * p] uint8, in the order of merged blocks: N runs over (H / mp,
-    W / mp, m, m), numbers within a patch over (C, p, p)."""
+    W / mp, m, m), numbers within a patch over (C, p, p).
+
+    pixels_HxWxC: uint8, H and W multiples of rule.factor (m * p). rule: of which patch (p) and merge (m) are read."""
     height, width, channels = pixels_HxWxC.shape
     m, p = rule.merge, rule.patch
     blocks = pixels_HxWxC.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)

@@ -224,7 +224,7 @@ class ImageSource:
     def grids(self, found: RowImages) -> np.ndarray:
         """Returns of a row's pictures [I, 3] int64: rows and columns of patches, from their headers, and the delay of a
         group of frames (Clip.delay; of an image -1). Raises ImageError for a file that cannot be used, and for frames
-        of one video with different sizes."""
+        of one video with different sizes. found: the row's pictures, unread."""
         out, seen = [], {}
         for image in found.images:
             if isinstance(image, Clip):
@@ -341,7 +341,8 @@ class ImageSource:
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:
-        """Returns the files and sizes of a row's images, which are read when they are asked for; never grey ones."""
+        """Returns the files and sizes of a row's images, which are read when they are asked for; never grey ones.
+        places: of the row's images, None without any."""
         return RowFiles(self, [] if places is None else (places.numbers & ~BLANK).tolist())
 
     def _image(self, number: int) -> Image | Clip:

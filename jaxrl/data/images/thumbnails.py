@@ -23,7 +23,8 @@ log = logging.getLogger("jaxrl")
 
 def file_names(traj: Trajectories, kept: dict[int, str]) -> list[list[str]]:
     """Returns the names of each trajectory's files, in the order of its images; "" for those that are not in `kept`. An
-    image that several sequences of a trajectory show occurs once. kept: number of a picture -> name, of `save`."""
+    image that several sequences of a trajectory show occurs once. kept: number of a picture -> name, of `save`. traj:
+    without pictures, each trajectory has an empty list."""
     return [[kept.get(number, "") for number in numbers] for numbers in _numbers(traj)]
 
 
