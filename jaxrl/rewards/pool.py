@@ -96,7 +96,8 @@ class RewardPool:
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Waits until every worker is ready. Raises ConfigError if one cannot start."""
+        """Waits until every worker is ready. Raises ConfigError if one cannot start, RuntimeError if the pool is
+        closed."""
         self._workers.ready()
 
     def key(self) -> str:

@@ -69,7 +69,7 @@ def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="t
 
     Args:
       answer: reference answer of each completion, None without one; math_reward decides what is right.
-      group: number of the prompt of each completion.
+      group: number of the prompt of each completion. token_ids: ids of each completion, counted with unit="tokens".
       unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
     """
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]

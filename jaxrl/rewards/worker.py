@@ -1,8 +1,9 @@
 """A reward worker: reads JSON lines, calls reward functions, writes JSON lines. Standard library only, never jax.
 
 Protocol (one JSON value per line):
-  in   {functions: [[spec, name]], shared, sandbox, services, places: {...}, limit: seconds}  once
-  out  {ready: [{batched, asynchronous, size, seconds, context, code}], sources: digest} or {fatal: message}
+  in   {functions: [[spec, name]], shared, sandbox, services, places, arguments: {...}, limit: seconds}  once
+  out  {ready: [{batched, asynchronous, size, seconds, context, images, image_sizes, code}], sources: digest} or
+       {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job when it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}

@@ -75,7 +75,8 @@ class Workers:
     Args:
       reward: config.reward.
       specs, names: of the functions.
-      setup: the first message to a worker: functions, shared arguments, sandbox, services, places, limit in seconds.
+      setup: the first message to a worker: functions, shared arguments, reward.arguments, sandbox, services, places,
+        limit in seconds.
       decides: JSON-able, what decides scores apart from the functions' code.
       env: environment variables of workers in addition to reward.env.
 
