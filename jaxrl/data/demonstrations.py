@@ -57,7 +57,7 @@ class Demonstrations:
           counts: image tokens of each image after the prompt.
 
         Raises PromptError for a conversation that cannot be rendered, has no trained token, or has two assistant
-        messages in a row."""
+        messages with none between them."""
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]

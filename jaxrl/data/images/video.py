@@ -42,8 +42,8 @@ class Video:
 
     @property
     def fps(self) -> float | None:
-        """Frames a second, (T - 1) / (last time - first time) for T frames; None if times are not known or do not
-        rise."""
+        """Frames a second: the number of frames less one over (last time - first time); None if times are not known or
+        do not rise."""
         if self.times is None or self.times[-1] <= self.times[0]:
             return None
         return (len(self.times) - 1) / (self.times[-1] - self.times[0])
@@ -92,7 +92,7 @@ class Sampling(NamedTuple):
     per_second: float = 0.0
 
     def taken(self, video: Video) -> np.ndarray:
-        """Returns the [T] int indices of the frames that are taken, as transformers' video processors take them: all if
+        """Returns the [n] int indices of the frames that are taken, as transformers' video processors take them: all if
         they are no more than one group, or if `fps` is None and there are at most `most`; otherwise evenly spaced."""
         total, group = len(video.frames), self.rule.frames
         rate = video.fps or self.fps or RATE
