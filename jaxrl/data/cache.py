@@ -95,7 +95,10 @@ class Cache:
       config, tokenizer: of the job; the options that decide the content are part of the entry's key.
       tables: the rows before tokenization.
       numbers: row numbers in use, None for all.
-      how: further values that decide the content; see `loading._load`."""
+      how: further JSON-able values that decide the content: end token, targets, tools and the rule of images.
+
+    Attributes:
+      key: hash of everything that decides the content, the name of the entry's folder."""
 
     def __init__(self, config, tokenizer, tables, numbers, **how):
         folder = config.data.cache
@@ -115,7 +118,10 @@ class Cache:
         """Returns the cached data set, or None if there is no readable entry. An unreadable entry is
         deleted with a warning.
 
-        reader, bad: the Dataset's Reader and BadRows. name: of the data set."""
+        Args:
+          name: of the data set.
+          reader: the Dataset's Reader.
+          bad: the Dataset's BadRows; its count and messages become those of the entry."""
         if not self.folder.is_dir():
             return None
         try:
@@ -139,7 +145,8 @@ class Cache:
         return dataset
 
     def write(self, dataset: Dataset) -> None:
-        """Writes a data set to the cache. A failing disk causes a warning only."""
+        """Writes a data set to the cache. Does nothing if another process writes the entry, if it is there already, or
+        if source files have changed since they were read. A failing disk causes a warning only."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with _try_lock(self.root / f"{self.key}.lock") as mine:

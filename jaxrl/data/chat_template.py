@@ -52,7 +52,14 @@ class Template:
     special tokens are never added. `data.response_prefix` is appended in both cases.
 
     Args:
+      config: options `data.*`. tokenizer: of Hugging Face, with a chat template or without.
       tools: JSON schemas passed to the chat template.
+
+    Attributes:
+      chat: whether a chat template is in use: the tokenizer has one, and data.chat is not false.
+      no_token: id of the token for unknown text; None if the tokenizer has none.
+
+    Raises ConfigError if data.chat=true and the tokenizer has no chat template.
     """
 
     def __init__(self, config, tokenizer, tools=()):
@@ -83,7 +90,8 @@ class Template:
         return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
 
     def render(self, prompt: str | list[dict], **kwargs) -> str:
-        """Returns the text of a prompt. kwargs: as for `conversation`. Raises PromptError if it cannot be rendered."""
+        """Returns the text of a prompt, data.response_prefix included. kwargs: template arguments, which override
+        data.chat_template_kwargs. Raises PromptError if it cannot be rendered."""
         if not self.chat:
             if not isinstance(prompt, str):
                 raise PromptError("chat messages need a chat template: give model.chat_template=FILE"
@@ -94,9 +102,11 @@ class Template:
 
     def conversation(self, messages: list[dict], generation_prompt: bool, **kwargs) -> str:
         """Returns the chat template's text for messages; tool-call arguments become JSON text or objects
-        as the template expects.
+        as the template expects. data.response_prefix is not appended.
 
         Args:
+          messages: chat messages; data.system_prompt goes first unless the first one is a system message.
+          generation_prompt: whether the text ends with the begin of an assistant's turn.
           kwargs: template arguments, which override data.chat_template_kwargs.
 
         Raises:
@@ -154,7 +164,11 @@ class Template:
     def render_with_mask(self, messages: list[dict], **kwargs) -> tuple[list[int], list[int]]:
         """Returns (ids of a conversation, 1 for each id inside {% generation %} ... {% endgeneration %}, else 0).
 
-        Arguments as for `conversation`. Raises PromptError if it cannot be rendered."""
+        Args:
+          messages: chat messages; data.system_prompt goes first unless the first one is a system message.
+          kwargs: template arguments, which override data.chat_template_kwargs.
+
+        Raises PromptError if the template rejects the messages."""
         messages = [self._adapted(m) for m in messages]
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -180,7 +194,9 @@ class Template:
 def check_messages(value, images: bool = False) -> list[dict]:
     """Returns chat messages with text contents (lists of text parts are joined). Raises PromptError naming the message.
 
-    images: contents may be lists with images, as data.images.source makes them.
+    Fields whose value is None are dropped. A content of None is "" in a message with tool calls or thinking.
+
+    value: a list of {role, content, ...}. images: contents may be lists with images, as data.images.source makes them.
     """
     if not isinstance(value, list) or not value:
         raise PromptError(f"expected text or a list of chat messages, found {type(value).__name__}"

@@ -80,8 +80,8 @@ def assistant_content(message: dict):
 
 
 def prompt_column(row: dict, name: str) -> str:
-    """Returns the name of the column that holds a row's prompt: data.prompt_column, or `messages` if that option has
-    its default and the row has no "prompt".
+    """Returns the name of the column that holds a row's prompt: `name`, or "messages" if `name` is "prompt" (the
+    default of data.prompt_column) and the row has messages and no prompt.
     """
     return "messages" if name == "prompt" and row.get(name) is None and row.get("messages") is not None else name
 
@@ -121,6 +121,11 @@ class Row(NamedTuple):
     """One row as `Reader` returns it.
 
     Attributes:
+      prompt: text or chat messages before the completion.
+      text: the prompt as the model sees it, written by the chat template if one is in use, data.response_prefix
+        included.
+      answer: the reference answer, after data.answer_pattern; None without one.
+      columns: what rewards receive by name. Columns that have a reserved name get an underscore appended.
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
       messages: with data.train_turns=all, the whole conversation; every assistant message after the
         prompt is trained on.
@@ -146,11 +151,12 @@ class TokenizedRow(NamedTuple):
     Attributes:
       row: the row's number in its tables.
       prompt: ids of the prompt.
-      target: ids of the completion, or None.
-      trained: which target ids are trained on; None for all.
-      rejected: ids of the rejected completion, or None.
+      target: [C] int32 ids of the completion, or None.
+      trained: [C] bool, which target ids are trained on; None for all.
+      rejected: int32 ids of the rejected completion, or None.
       prompt_cut: whether the prompt is not the whole text of the row.
-      images: [I, 4] index of the first token of each image of the prompt, and its row of ImageSource.grids.
+      images: [I, 4] int64, of each image: index of its first token in prompt and target, rows and columns of patches,
+        and the delay of a group of video frames (-1 for an image; see ImageSource.grids).
     """
 
     row: int
@@ -168,10 +174,13 @@ class Reader:
     Args:
       config: of the job. tokenizer: the job's, with a chat template or without.
       targets: whether rows have a completion to train on: 'none', 'optional' or 'required'.
-      tools: as for Template.
+      tools: JSON schemas passed to the chat template. With them, or without a chat template, a row's column `tools` is
+        not passed to it.
 
     Attributes:
-      images: the job's ImageSource; None reads no images."""
+      images: the job's ImageSource; None reads no images.
+
+    Raises ConfigError if data.answer_pattern is no regex with a group, or data.chat=true lacks a chat template."""
 
     images: ImageSource | None = None
 
@@ -242,7 +251,7 @@ class Reader:
         """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of
         text. where: "file:line".
 
-        Raises PromptError as `__call__` does."""
+        Raises PromptError for markers and images that do not match, and images in no known form."""
         prompt = row.get(prompt_column(row, self.prompt))
         return [] if self.images is None else self.images.flat(self.images.split(row, prompt, where)[1])
 
@@ -345,20 +354,23 @@ class Reader:
 
 class Dataset:
     """Examples by index: `len(dataset)`, `dataset[i]`. Token ids are computed once at start-up; the rest of a row is
-    read on access.
+    read on access. N is the number of examples; a row that was split has several.
+
+    Args:
+      tables: the raw rows, by number. reader: the Reader of these rows.
 
     Attributes:
       name: "train", "heldout" or the name of an eval set.
       bad_rows: BadRows, the rows that could not be read.
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
-        that they exceed (empty from a cache); filtered_rows: their row numbers;
-        filtered_fraction: their share. filtered_why: of the first ones the limit they exceed; empty from a cache.
+        that they exceed (empty from a cache); filtered_rows: their row numbers; filtered_fraction: their share of
+        these and the rows that stay, bad rows not counted.
       image_files: whether rows name files of images, whose content the rows do not tell.
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       empty: locations of rows whose completion is the empty text, in jobs that sample completions whose answer is.
       truncated: number of prompts cut on the left.
-      prompt_lengths, target_lengths, rejected_lengths: [N] tokens of each prompt, target and rejected completion, 0
-      where there is none. patches: [N] patches of its images.
+      prompt_lengths, target_lengths, rejected_lengths: [N] int64 tokens of each prompt, target and rejected
+        completion, 0 where there is none. patches: [N] int64 patches of its images.
       shortened, split: locations of rows whose completion was cut, or split into several rows.
       heldout: the held-out Dataset, or None.
       fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
@@ -381,7 +393,8 @@ class Dataset:
         self.split: list[str] = []
 
     def fill(self, rows: list[TokenizedRow], limit: int) -> None:
-        """Stores tokenized rows as arrays (see `set_arrays`). Prompts keep their last `limit` ids."""
+        """Stores tokenized rows as arrays (see `set_arrays`). Prompts keep their last `limit` ids; `truncated` counts
+        those that were longer."""
         none = np.zeros(0, np.int32)
         pieces = [none if ids is None else np.asarray(ids, np.int32) for one in rows
                   for ids in (one.prompt[-limit:], one.target, one.rejected)]
@@ -400,8 +413,14 @@ class Dataset:
             "images": np.concatenate([np.zeros((0, 4), np.int64), *(one.images for one in rows if len(one.images))])})
 
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """Stores all ids as arrays, as `fill` builds them: offsets [3 N + 1] into ids and mask; masked,
-        rows and cut [N]; image_offsets [N + 1] into images [I, 4].
+        """Stores all ids as arrays, as `fill` builds them, and computes lengths, patches and filtered_fraction.
+
+        Args:
+          arrays: by name. offsets: [3 N + 1] int64, begins in `ids` of each row's prompt, target and rejected
+            completion in turn. ids: [T] int32. mask: [T] bool, False at target ids of masked rows that are not
+            trained on; [0] if no row is masked. masked: [N] bool, whether a row has a mask; without one all its
+            target ids are trained on. rows: [N] int64 row numbers. cut: [N] bool, whether the prompt is not the row's
+            whole text. image_offsets: [N + 1] int64 into images: [I, 4] int64, see TokenizedRow.images.
         """
         self.arrays = arrays
         if self.reader.images is not None and (arrays["images"][:, 3] != -1).any():
@@ -438,8 +457,8 @@ class Dataset:
         return rows, columns
 
     def numbers(self, column: str) -> np.ndarray:
-        """Returns a column as [N] float64. Raises ConfigError naming the first row whose value is
-        not a finite number.
+        """Returns a column as [N] float64; text that spells a number counts as one. Raises ConfigError naming the
+        first row whose value is not a finite number.
         """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
@@ -460,7 +479,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the rows' content and their count; see the class."""
+        """Hash of the rows' content in order (first 16 hex digits) and their count, rows dropped for their length
+        included, as text."""
         return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
 
     @property
@@ -480,7 +500,8 @@ class Dataset:
 
 
 def column_value(row, name: str):
-    """Returns a column's value; for a name a.b without such a column, field b of column a; None if there is neither."""
+    """Returns the value of a row's column `name`; for a name a.b without such a column, field b of column a; None if
+    there is neither."""
     if name in row or "." not in name:
         return row.get(name)
     for part in name.split("."):

@@ -27,10 +27,10 @@ from jaxrl.errors import ConfigError
 
 class Demonstrations:
     """Tokenizes rows with `messages` (data.train_turns=all). Raises ConfigError if the chat
-    template cannot render them.
+    template cannot render them, or lacks {% generation %} with data.assistant_mask=template.
 
     Args:
-      config, tokenizer: of the job. tools: JSON schemas passed to the chat template.
+      config, tokenizer: of the job. tools: JSON schemas passed to the chat template; a row's own come instead of these.
       images: what the model's family writes for an image; None = rows hold text."""
 
     def __init__(self, config, tokenizer, tools=(), images: ImageTokens | None = None):
@@ -49,10 +49,15 @@ class Demonstrations:
         return self.with_images(row, prompt, ())[:3]
 
     def with_images(self, row: Row, prompt: list[int], counts) -> tuple[list[int], list[int], np.ndarray, list[int]]:
-        """Returns the results of `__call__`, and the indices in prompt and target of the first tokens of the images
-        after the prompt.
+        """Returns (prompt ids, ids after the prompt up to the last trained one, [C] bool which of those are trained on,
+        indices in prompt and target of the first tokens of the images after the prompt).
 
-        counts: image tokens of each of these images. Raises PromptError for a conversation that cannot be rendered."""
+        Args:
+          row: has `messages`, the whole conversation. prompt: ids of the messages before the first assistant message.
+          counts: image tokens of each image after the prompt.
+
+        Raises PromptError for a conversation that cannot be rendered, has no trained token, or has two assistant
+        messages with none between them."""
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]
@@ -127,7 +132,11 @@ class CompletionRenderer:
     """Renders completions after their prompts as the chat template writes them (data.train_turns=last, pairs, held-out
     rows).
 
-    Without a chat template a prompt is followed by the completion's text and `eos_id`. template: a Template."""
+    Without a chat template a prompt is followed by the completion's text and `eos_id`.
+
+    Args:
+      config, tokenizer: of the job. template: the Template that rendered the prompts.
+      eos_id: token that ends a completion without a chat template."""
 
     def __init__(self, config, tokenizer, template, eos_id: int):
         self.template, self.eos = template, [int(eos_id)]
@@ -150,10 +159,10 @@ class CompletionRenderer:
         return before, body, end
 
     def ids(self, texts, known: dict[str, list[int]]) -> list[np.ndarray]:
-        """Returns the [C] int32 ids of each completion, tokenized in one call.
+        """Returns the [C] int32 ids of each completion, with its end token, tokenized in one call.
 
         Args:
-          texts: results of `__call__`.
+          texts: (text before the completion, text up to and including it, ids to append) of each, from `__call__`.
           known: prompt text -> ids that are already known.
         """
         encode = self.template.encode

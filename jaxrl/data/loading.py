@@ -33,11 +33,13 @@ CHUNK = 1024  # rows tokenised in one call
 def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=(), images=None) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
-    With `data.eval_fraction`, a share or number of the rows becomes `.heldout`; rows with equal prompts stay on one
-    side, so no held-out prompt is trained on.
+    With `data.eval_fraction`, a share (below 1) or number of the rows becomes `.heldout`; rows with equal prompts stay
+    on one side, so no held-out prompt is trained on.
 
     Args:
-      eos_id: token that ends supervised completions; required by run.recipe=sft, ignored by rl.
+      config, tokenizer: of the job.
+      eos_id: token that ends supervised completions; recipes that train on the data's completions need it (ValueError
+        without it), rl ignores it.
       rows: a list of dicts or a datasets.Dataset; None reads `data.path`.
       tools: JSON schemas passed to the chat template.
       images: ImageSource; None reads no images.
@@ -129,14 +131,19 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
     Supervised jobs read a set's completion column where it has one.
 
     Args:
+      config, tokenizer: of the job.
       eos_id: token that ends supervised completions. tools: JSON schemas passed to the chat template.
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.
-      sets: name -> rows, as for `load_train`.
+      sets: name -> rows, a list of dicts or a datasets.Dataset.
       images: ImageSource; None reads no images.
 
     Returns:
-      name -> Dataset."""
+      name -> Dataset, each of at most eval.max_rows rows (0 = all).
+
+    Raises:
+      DataError, ConfigError: a set without usable rows, or a name that is used twice or has other characters than
+      letters, digits, "_", "." and "-"."""
     data, limit = config.data, config.eval.max_rows
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):

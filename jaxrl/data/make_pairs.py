@@ -19,10 +19,12 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
 
     The k-th pair of a prompt is its k-th best and k-th worst completion, for k up to `per_prompt` and while their
     scores differ by more than `gap`. Ties prefer the earlier completion on either side. Dropped are completions
-    without a score, completions cut by the length limit (training would add an end token they do not have), and all
-    but the first of completions with equal texts.
+    without a score, completions whose `finish` is not "stop", which count as cut by the length limit (training would
+    add an end token they do not have), and all but the first of completions with equal texts.
 
     Args:
+      records: dicts with prompt (or `asked`, which goes before it), completion, score, finish, answer and
+        reward["parts"].
       per_prompt: maximum number of pairs of one prompt.
       gap: minimum difference (exclusive) between the scores of a pair.
       reward: name of the reward that is the score; empty for the run's total score.

@@ -21,7 +21,10 @@ CHUNK = 4096  # positions computed at once
 
 
 def weight_at(weight, step: int) -> float:
-    """Returns a weight at a step: a constant, or (step, weight) points interpolated linearly and constant outside."""
+    """Returns a weight at a step.
+
+    weight: a constant, or (step, weight) points in the order of their steps, between which the weight changes linearly;
+    before the first and after the last it is constant."""
     if isinstance(weight, int | float):
         return float(weight)
     steps, values = zip(*weight, strict=True)
@@ -29,8 +32,9 @@ def weight_at(weight, step: int) -> float:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest integers in the proportion of the weights, rounded to millionths if exact ones would be
-    larger; [] if all weights are 0.
+    """Returns the smallest integers in the proportion of the weights; [] if all weights are 0.
+
+    If their sum would exceed MOST, they are rounded so that it is MOST: down, and up where the remainder is largest.
     """
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
@@ -55,7 +59,7 @@ class Claims:
 
     def scale(self, parts: list[int]) -> None:
         """Sets new shares (`shares` of the weights), whose sum may differ from before; what is owed stays, rounded
-        to whole units."""
+        to whole units, and the source with the largest share makes up for the rounding. parts: a share per source."""
         self.parts, whole = parts, sum(parts)
         self.owed = [float(round(c * whole / self.whole)) for c in self.owed]
         self.owed[int(np.argmax(parts))] -= sum(self.owed)  # rounding must not change the total
@@ -79,7 +83,7 @@ class Claims:
 
 
 class Stretch:
-    """Source and row number of each position in a range, computed on demand.
+    """Source and row number of each position in a range, computed on demand. K is the number of sources.
 
     Args:
       start: first position of the range.
@@ -111,8 +115,8 @@ class Stretch:
         return self.rows_before + each + counts + np.bincount(sources[:i % CHUNK], minlength=len(self.rows_before))
 
     def row(self, k: int, wanted: int) -> int | None:
-        """Returns the position within the range at which source k gives its row number `wanted`, or None
-        if it never does.
+        """Returns the position within the range at which source k gives its row number `wanted` (from 0, counted from
+        the first range on); None if the source has no share here, or if the range does not repeat (period 0).
         """
         wanted -= int(self.rows_before[k])
         each = int(self.parts(0)[k])
@@ -141,14 +145,19 @@ class Mix:
     """Maps a position to (source, index among that source's rows); a function of weights, rows per
     step and sizes alone.
 
-    Where weights become constant (the end of a schedule, an exhausted source) claims restart from 0.
+    Where weights become constant (the end of a schedule, an exhausted source) claims restart from 0. Threads may share
+    one.
 
     Args:
-      weights: one per source, as `weight_at` takes it; the step of position p is p // per_step.
+      weights: of each source a constant, or (step, weight) points with linear change between them (`weight_at`).
+      per_step: positions per step: the step of position p is p // per_step.
       limits: total rows each source has to give.
       exhausted: what happens once a source has given them: 'repeat' ignores the limits, 'stop' ends the order where
         the source would be asked for one more, 'others' gives its weight to the other sources and ends the order when
         all are exhausted.
+
+    Attributes:
+      end: one past the last position; None for an endless order.
     """
 
     def __init__(self, weights: Sequence, per_step: int, limits: Sequence[int], exhausted: str = "repeat"):
@@ -170,7 +179,8 @@ class Mix:
             return stretch.at(position - stretch.start)
 
     def rows_before(self, position: int) -> list[int]:
-        """Returns the number of rows each source gave before a position."""
+        """Returns the number of rows each source gave before a position, which may be the end of the order; raises
+        IndexError for one further."""
         with self._lock:
             stretch = self._of(max(0, position - 1))
             return stretch.before(position - stretch.start).tolist()

@@ -81,20 +81,21 @@ class Mixture:
         return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
 
     def describe(self) -> str:
-        """Returns one line per source; see `Dataset.describe`."""
+        """Returns one line per source: number of rows, lengths, and how many rows were dropped, cut or split."""
         return "\n".join(part.describe() for part in self._sets)
 
 
 @dataclasses.dataclass(frozen=True)
 class BadRowTotals:
-    """Number and messages of bad rows, summed over sources; as BadRows."""
+    """Number of bad rows (`count`) and their messages, the first ones of each source, over all sources of a Mixture."""
 
     count: int
     messages: list[str]
 
 
 def source_config(config, name: str):
-    """Returns the config of one source: its entries override those of `data`."""
+    """Returns an editable copy of the config in which a source's entries override those of `data`. Entries that only a
+    source has (weight, where, rewards, algorithm, coef) are left out."""
     out = editable(config)
     for key, value in config.data.sources[name].items():
         if key in ("path", "split") and isinstance(value, str):

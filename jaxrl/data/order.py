@@ -52,9 +52,15 @@ class Epochs:
     """Row numbers epoch after epoch, each epoch in an order drawn from (seed, epoch).
 
     Args:
-      difficulty: [rows], sorts an epoch from low to high; ties stay in the drawn order.
+      rows: number of rows. seed: an integer or several; False keeps the file order.
+      difficulty: [rows] numbers, sorts an epoch from low to high; ties stay in the drawn order.
       keep: () -> [rows] bool, the rows of an epoch; called when the epoch's first row is requested. Started epochs
         are part of the run's state. None keeps all rows, and the position alone determines the row.
+
+    Attributes:
+      started_epochs: (number, first position, [rows] bool of its rows) of each epoch that is still needed.
+
+    Indexing raises RunStopped if `keep` leaves no row of an epoch that starts.
     """
 
     def __init__(self, rows: int, seed, difficulty=None, keep: Callable[[], np.ndarray] | None = None):
@@ -106,8 +112,9 @@ class Windows:
     shuffled, epoch after epoch.
 
     Args:
-      seed: of the shuffles. name: of the data set, for messages.
-      stages: (first position, lowest, highest); the first stage begins at 0.
+      difficulty: [rows] numbers.
+      seed: of the shuffles, an integer or several; False keeps the file order. name: of the data set, for messages.
+      stages: (first position, lowest, highest difficulty, both included); the first stage begins at 0.
 
     Raises:
       ConfigError: a window has no rows."""

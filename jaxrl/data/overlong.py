@@ -11,10 +11,10 @@ class Limits(NamedTuple):
     """Length limits in tokens and the policies for longer rows.
 
     Attributes:
-      prompt, target: most tokens of a prompt, of a completion.
-      total: most tokens of both together; 0 for prompt + target.
-      policy: data.overlong_prompt.
-      completion: data.overlong_completion.
+      prompt, target: most tokens of a prompt (data.max_prompt_tokens), of a completion (rollout.max_new_tokens).
+      total: most tokens of both together (train.max_sequence_tokens); 0 for prompt + target.
+      policy: data.overlong_prompt; with truncate_left a long prompt is accepted.
+      completion: data.overlong_completion: filter, truncate or split.
     """
 
     prompt: int
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
     Attributes:
       prompt: ids of the context.
-      target: [C] ids after it.
+      target: [C] int32 ids after it.
       trained: [C] bool, which target ids are trained on; None for all."""
 
     prompt: list[int]
@@ -65,10 +65,14 @@ def fit_completion(limits: Limits, prompt: list[int], target, trained) -> list[P
     truncate: keeps the first tokens that fit. split: each target token is in exactly one piece, after as many of the
     preceding tokens as a prompt may have (at most half a row if train.max_sequence_tokens bounds it).
 
-    limits: of the job. prompt, target: token ids. trained: bool per target id, None = all.
+    Args:
+      limits: of the job.
+      prompt, target: token ids.
+      trained: [C] bool, which target ids are trained on; None = all.
 
     Returns:
-      The pieces; [] if there is no room after the prompt, or no trained token in what is kept."""
+      The pieces that have a trained token, in order. [] with data.overlong_completion=filter, if there is no room
+      after the prompt, and if the prompt is too long and may not be cut."""
     room = limits.room(min(len(prompt), limits.prompt))
     if room <= 0 or limits.completion == "filter" or (len(prompt) > limits.prompt and limits.policy != "truncate_left"):
         return []

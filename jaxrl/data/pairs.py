@@ -27,7 +27,10 @@ from jaxrl.data.dataset import Reader, Row, assistant_content, missing_column, p
 class PairReader(Reader):
     """Reads preference rows.
 
+    Rows with one completion and a label are accepted if every preference.loss is for unpaired completions (kto).
+
     Args:
+      config: of the job. tokenizer: the job's. tools: JSON schemas passed to the chat template.
       targets: 'required', or 'optional' for held-out sets, whose rows may be prompts alone.
     """
 
@@ -51,6 +54,9 @@ class PairReader(Reader):
         return super().__call__(plain, where)._replace(rejected=rejected)
 
     def images_in(self, row: dict, where: str) -> list:
+        """Returns the images of a raw row's prompt, which both completions share, and the groups of frames of its
+        videos, not decoded; [] in a job of text. where: "file:line". Raises PromptError for completions that do not
+        make a pair, and for images that cannot be used."""
         return super().images_in(self._plain(row)[0], where)
 
     def _plain(self, row: dict) -> tuple[dict, str | dict | None]:
@@ -89,9 +95,14 @@ def is_pair(row: dict, data) -> bool:
 
 
 def split_pair(row: dict, data, images: bool = False) -> tuple:
-    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages. Raises PromptError.
+    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages.
 
-    images: messages of the prompt may have image parts, which stay as they are.
+    Args:
+      row: has both completions: texts, which begin with the prompt if the row has no prompt column, or messages.
+      data: config.data, which names the columns.
+      images: messages of the prompt may have image parts, which stay as they are.
+
+    Raises PromptError naming the columns if one is empty, the prompts differ, or both completions are equal.
     """
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
@@ -131,7 +142,7 @@ def _answer(messages, name: str, images: bool) -> tuple[list[dict], str | dict]:
 def holdout_prompt(row: dict, data, images: bool = False):
     """Returns the prompt that decides on which side of the held-out split a row falls; None if it cannot be read.
 
-    images: as for split_pair.
+    data: config.data, which names the columns. images: whether messages of the prompt may have image parts.
     """
     if row.get(data.prompt_column) is not None or not is_pair(row, data):
         return row.get(prompt_column(row, data.prompt_column))
@@ -159,9 +170,15 @@ def _text(message: dict) -> str:
 
 
 def pair_prompt(prompt, before: list[dict], name: str, images: bool = False):
-    """Returns the prompt of a row whose completions are messages with `before` in front of them.
+    """Returns the prompt of a row whose completions are messages with `before` in front of them: `before`, or the
+    prompt column's value if there are none.
 
-    images: as for split_pair.
+    Args:
+      prompt: value of the prompt column, text or messages; None without one.
+      before: messages before the completion. name: of the prompt column, for messages.
+      images: whether messages of the prompt may have image parts.
+
+    Raises PromptError if there is no prompt, or the column's is not that of the messages.
     """
     if not before:
         if prompt is None:
@@ -179,7 +196,8 @@ def pair_prompt(prompt, before: list[dict], name: str, images: bool = False):
 
 def shared_text(chosen: str, rejected: str, name: str) -> tuple[str, str, str]:
     """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the words they
-    share. Trailing white space goes to the completions, as tokenizers expect.
+    share. Trailing white space goes to the completions, as tokenizers expect. Raises PromptError if they share no word.
+    name: of the prompt column, for that message.
     """
     end = len(os.path.commonprefix([chosen, rejected]))
     while end and not chosen[end - 1].isspace():

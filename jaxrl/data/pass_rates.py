@@ -16,6 +16,10 @@ class PassRates:
       low, high: data.pass_rate_min and pass_rate_max. A row whose last measured rate lies outside is dropped from
         epochs that start later, and so is not measured again.
       resumed: () -> this part's `host` entry in the resumed checkpoint, or None.
+
+    Attributes:
+      rates: [rows of all sources] float32, the last measured pass rate of each; NaN = not measured.
+      orders: order.Epochs of each source, to be set before `start`, `host`, `arrays` and `metrics` are called.
     """
 
     name = "pass_rates"
@@ -27,7 +31,8 @@ class PassRates:
         self.orders: list = []  # order.Epochs of each source
 
     def keep(self, source: int) -> np.ndarray:
-        """Returns [rows] bool: the rows of a source that an epoch starting now has."""
+        """Returns [rows] bool: the rows of a source that an epoch starting now has, those not measured and those with
+        low <= rate <= high."""
         rates = self.rates[self.starts[source]:self.starts[source + 1]]
         return np.isnan(rates) | ((rates >= self.low) & (rates <= self.high))
 
@@ -42,7 +47,8 @@ class PassRates:
     # -- checkpoint part
 
     def abstract(self) -> dict:
-        """Returns the arrays of the checkpoint to restore, as zeros: their sizes follow its epochs."""
+        """Returns the arrays of the checkpoint to restore, as zeros: rates [rows] float32, and kept, bool, with one
+        mask of its rows for each epoch that the checkpoint's sources have started."""
         epochs = (self._resumed() or {"epochs": [[]] * len(self.sizes)})["epochs"]
         size = sum(len(started_epochs) * n for started_epochs, n in zip(epochs, self.sizes, strict=True))
         return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(size, bool)}

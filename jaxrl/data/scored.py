@@ -25,8 +25,9 @@ def scored_reader(config):
 
 
 class ComparedReader(PairReader):
-    """Reads rows that must be preference pairs, also in held-out sets. Arguments as of Reader; `targets` is not
-    read."""
+    """Reads rows that must be preference pairs, also in held-out sets; calling it raises PromptError for others.
+
+    config, tokenizer: of the job. tools: JSON schemas passed to the chat template. targets: not read."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "required", tools)
@@ -39,8 +40,10 @@ class ComparedReader(PairReader):
 
 
 class StepReader(Reader):
-    """Reads completions in labelled steps; Row.messages are the steps. Arguments as of Reader; `targets` is not
-    read."""
+    """Reads completions in labelled steps. Row.messages are the steps, one assistant message each with
+    reward_model.separator appended; Row.columns["labels"] are their labels, floats in 0..1.
+
+    config, tokenizer: of the job. tools: JSON schemas passed to the chat template. targets: not read."""
 
     def __init__(self, config, tokenizer, targets: str, tools=()):
         super().__init__(config, tokenizer, "none", tools)
@@ -92,5 +95,7 @@ class Steps:
         return prompt, [i for piece in pieces for i in piece], ends
 
     def with_images(self, row: Row, prompt: list[int], counts) -> tuple:
-        """As `__call__`, and the first tokens of images after the prompt, of which there are none."""
+        """Returns (prompt ids, ids after the prompt, [C] bool which of those end a step, []): the last are the first
+        tokens of images after the prompt, of which there are none. counts: not read. Raises PromptError for a step
+        without tokens."""
         return *self(row, prompt), []

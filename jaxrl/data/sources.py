@@ -40,8 +40,8 @@ class DataError(ConfigError):
 def resolve(path: str) -> str:
     """Returns the real path of a data file or tokenizer folder.
 
-    'jaxrl://x' is the file x shipped with the package. An existing path, a hub id, a gs:// or s3:// URL and a missing
-    file are returned unchanged.
+    'jaxrl://x' is the file x shipped with the package; raises DataError if there is none. An existing path, a hub id, a
+    gs:// or s3:// URL and a missing file are returned unchanged.
     """
     if not path.startswith("jaxrl://") or Path(path).exists():
         return path
@@ -88,7 +88,7 @@ class BadRows:
         self.mode, self.count, self.messages = mode, 0, []
 
     def add(self, where: str, problem: str) -> None:
-        """Records a bad row at `where` ("file:line"). Raises DataError in mode 'error'."""
+        """Records a bad row at `where` ("file:line") for the reason `problem`. Raises DataError in mode 'error'."""
         message = f"{where}: {problem}"
         if self.mode == "error":
             raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)") from None
@@ -102,7 +102,13 @@ class ArrowTable:
 
     Values without a JSON form (dates, decimals) become text. Binary columns (images, audio) are dropped, except those
     of `keep`, whose bytes stay bytes. Arrow gives every struct of a column all keys that any of them has, with null for
-    absent ones: see `_from_arrow`.
+    absent ones, so keys of structs whose value is null are dropped (`_from_arrow` names the exceptions).
+
+    Args:
+      table: the rows. name: of the file or data set; a row's place is "name:number", counted from 1.
+      commits: hub commits of the rows. keep: names of columns that may be binary.
+
+    Raises DataError for a column, or a key of a nested one, that occurs twice.
     """
 
     def __init__(self, table: pa.Table, name: str, commits=(), keep=()):
@@ -247,7 +253,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
       limit: keeps the first rows; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.
 
-    Raises DataError for anything else, and if there are no usable rows."""
+    Raises DataError for anything else, a dict of splits or text included, and if there are no usable rows."""
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
         splits = getattr(rows, "keys", tuple)()
         remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""

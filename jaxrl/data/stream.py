@@ -57,18 +57,26 @@ class Stream:
     epochs and order; what position p takes still depends on p alone.
 
     Args:
+      dataset: gives the rows.
       per_step: prompts per step.
+      seed: of the shuffles. shuffle: False keeps the order of the rows.
       epochs: the stream ends at epochs * n rows; 0 for never. With a Mixture and exhausted='repeat', n counts
         the rows of all sources. With a curriculum an epoch may have fewer rows than the data, but `epochs`
         still counts whole passes.
       drop_last: drops an incomplete last step instead of making it smaller.
-      workers: threads that prepare the next `prefetch` steps; the rows are the same.
-      weights: one per source, as `mixing.weight_at` takes it.
-      exhausted: as for Mix, after `epochs` passes over a source.
-      curriculum: order of the rows within an epoch.
+      workers: threads that prepare the next `prefetch` steps; the rows are the same. 0 = rows are read when taken.
+      weights: of each source of a Mixture a constant, or (step, weight) points with linear change between them.
+      exhausted: what happens after `epochs` passes over a source: 'repeat' goes on with it, 'stop' ends the stream,
+        'others' gives its weight to the other sources and ends the stream after the last of them.
+      curriculum: order of the rows within an epoch; None = the shuffled order.
+
+    Attributes:
+      end: one past the last position; sys.maxsize for never.
+      interrupted: () -> whether to stop reading rows; see `take`.
+      pass_rates: PassRates if data.pass_rate_min or pass_rate_max drops rows, else None.
 
     Raises:
-      ConfigError: an epoch has fewer rows than one step needs.
+      ConfigError: with `epochs` and `drop_last`, all epochs together have fewer rows than one step.
     """
 
     def __init__(self, dataset: Dataset | Mixture, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
@@ -104,10 +112,15 @@ class Stream:
 
     @classmethod
     def from_config(cls, config, dataset: Dataset, resumed_part: Callable = lambda name: None) -> Stream:
-        """Builds the stream of a data set with the options `data.*`. Raises ConfigError for sizes that cannot work.
+        """Builds the stream of a data set with the options `data.*`. Warns if one step takes more rows than the data
+        has.
 
         Args:
-          resumed_part: part name -> its entry in the resumed checkpoint, or None."""
+          config: of the job. dataset: a Dataset, or a Mixture with its sources' weights in data.sources.
+          resumed_part: part name -> its entry in the resumed checkpoint, or None.
+
+        Raises ConfigError if one step takes more than MAX_PASSES_PER_STEP passes over the data, or more rows than all
+        epochs have."""
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
@@ -206,7 +219,9 @@ class Stream:
         return self.end - cursor < self._least
 
     def record_pass_rates(self, rates: dict[int, float], cursor: int) -> dict[str, float]:
-        """Stores pass rates by position and returns the data metrics; {} if pass rates are not in use.
+        """Stores pass rates by position and returns data/left_out_fraction and data/pass_rate (PassRates.metrics); {}
+        if pass rates are not in use. State of epochs that end before `cursor` is dropped: their rows cannot be taken
+        again.
 
         Args:
           rates: position -> pass rate of its row.
@@ -221,8 +236,8 @@ class Stream:
         return self.pass_rates.metrics()
 
     def sources(self, cursor: int) -> dict[str, tuple[float, float]]:
-        """Returns source -> (share of the rows in the last step before `cursor`, passes over it so
-        far); {} without sources.
+        """Returns source -> (its share of the last `per_step` rows before `cursor`, passes over it so far: its rows
+        taken over its size); {} without sources and at cursor 0.
         """
         if self.mix is None or not cursor:
             return {}
@@ -233,8 +248,9 @@ class Stream:
         return {name: ((n - before) / (cursor - earlier), n / size) for (name, size), n, before in rows}
 
     def metrics(self, cursor: int) -> dict[str, float]:
-        """Returns the metrics at `cursor`: data/epoch, data/filtered_fraction, data/bad_rows; of several sources
-        also source/<name>/share and source/<name>/epoch."""
+        """Returns the metrics at `cursor`: data/epoch (passes over the data), data/filtered_fraction (share of rows
+        dropped for their length), data/bad_rows (a count); of several sources also source/<name>/share of the last
+        step's rows, and source/<name>/epoch, the passes over that source."""
         out = {"data/epoch": self.epoch(cursor), "data/filtered_fraction": self.dataset.filtered_fraction,
                "data/bad_rows": float(self.dataset.bad_rows.count)}
         if self.mix is not None:
@@ -243,7 +259,8 @@ class Stream:
         return out
 
     def epoch(self, cursor: int) -> float:
-        """Returns the number of passes over the data up to `cursor`, for example 1.5."""
+        """Returns the number of passes over the data up to `cursor`, for example 1.5: the cursor over all rows, also of
+        epochs that drop rows."""
         return cursor / self.rows
 
     def close(self) -> None:

@@ -76,7 +76,16 @@ def parts_of(message: dict) -> list[dict]:
 
 
 class Suffixes:
-    """Shapes of new messages, each rendered once. images: how images are written; None = messages are text."""
+    """Shapes of new messages, each rendered once.
+
+    Args:
+      template: renders the conversations of sentinels.
+      tokens: encodes what it writes, and names the control tokens.
+      images: how the model's family writes an image; None = messages are text.
+
+    Attributes:
+      arguments_as_text: whether the template expects call arguments as JSON text.
+      is_calls: (text, number) -> whether a text is exactly so many complete calls; None if calls are not parsed."""
 
     def __init__(self, template: Template, tokens: Tokens, images: ImageTokens | None = None):
         self.template, self.tokens, self.images = template, tokens, images
@@ -100,14 +109,15 @@ class Suffixes:
 
     def render_calls(self, calls: int) -> tuple[str, list[int]]:
         """Returns (text of a question and an assistant's turn with `calls` calls, positions in it where that turn
-        may begin)."""
+        may begin, in characters). Raises PromptError if the template rejects calls."""
         text = self.template.conversation([QUESTION, self.turn(calls)], False)
         prompt = self.template.conversation([QUESTION], True)
         at = text.rfind(QUESTION["content"], 0, text.find(sentinel("n"))) + len(QUESTION["content"])
         return text, [len(prompt)] * text.startswith(prompt) + [at]
 
     def turn(self, calls: int, **fields) -> dict:
-        """Returns an assistant's message that ends with the sentinel: a text, or calls (the last call's argument)."""
+        """Returns an assistant's message that ends with the sentinel "a": a text, or with `calls` > 0 that many calls,
+        the last of which has it as its argument. fields: further fields of the message."""
         if not calls:
             return {"role": "assistant", "content": sentinel("a"), **fields}
         def call(i, value):
@@ -127,7 +137,9 @@ class Suffixes:
           key: roles and fields of the new messages.
           calls: number of tool calls in the assistant's turn; 0 for a text.
           more: further messages.
-          fields: further fields of the assistant's message."""
+          fields: further fields of the assistant's message.
+
+        Raises PromptError if the template rejects the messages, or does not write the assistant's turn once."""
         new: list[dict] = []
         texts = (PAD + sentinel("c", i) + NASTY + sentinel("b", i) + PAD for i in itertools.count())
         for i, (role, named, answers, *kinds) in enumerate(key):

@@ -62,7 +62,10 @@ def load_tokenizer(config, role: str = ""):
 def apply_overrides(config, tokenizer):
     """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
 
-    Raises ConfigError for a missing file or a token that it does not have."""
+    The overrides are model.pad_token and the first of model.eos_tokens. Without model.pad_token a tokenizer that has no
+    pad token gets its end token as one.
+
+    Raises ConfigError for a missing file, or a token of these options that is not in the vocabulary."""
     if config.model.chat_template:
         path = Path(resolve(config.model.chat_template))
         if not path.is_file():
@@ -85,8 +88,8 @@ PROBES = (PROBE.partition(" <|im")[0], " leading and  double  spaces ", "a", str
 
 
 def fingerprint(tokenizer) -> dict[str, str]:
-    """Returns hashes of what decides how messages become ids: 'tokenizer' (vocabulary, special tokens, the ids of a
-    sample text in many scripts) and 'chat template'.
+    """Returns hashes (SHA-256, the first 16 hex digits) of what decides how messages become ids: 'tokenizer'
+    (vocabulary, special tokens, the ids of a sample text in many scripts) and 'chat template'.
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
@@ -153,7 +156,7 @@ def completion_texts(tokenizer, ends=()):
     judges and environments see.
 
     The texts keep every sampled token, including special ones (`<think>` is one in some vocabularies), except
-    end-of-turn tokens and padding.
+    end-of-turn tokens and padding. The function takes a list of sequences of ids and returns a text for each.
 
     Args:
       ends: ids that end a completion; the special ones among them and the tokenizer's end and pad tokens are dropped

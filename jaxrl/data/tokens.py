@@ -16,7 +16,12 @@ LONGEST_TOKEN = 64  # characters; texts are cut to this many per token before th
 class Tokens:
     """Encodes template and message texts.
 
+    Args:
+      tokenizer: of Hugging Face. Cutting texts and encoding a message's text need one with a tokenizer.json.
+      marks: texts of added tokens that only templates may write, in addition to those that the chat template names.
+
     Attributes:
+      added: text -> id of every added token.
       control: id -> text of every token that only templates may write: special tokens (except the one for unknown
         text), and other added tokens that the chat template or `marks` name, such as `<tool_call>`.
     """
@@ -54,7 +59,9 @@ class Tokens:
                               return_token_type_ids=False)["input_ids"]
 
     def plain(self, text: str) -> list[int]:
-        """Returns the token ids of a message's text; what looks like a control token is spelled with other tokens."""
+        """Returns the token ids of a message's text; what looks like a control token is spelled with other tokens.
+
+        Raises ConfigError for a tokenizer without a tokenizer.json."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         if self.control.keys().isdisjoint(encoded.ids):
             return encoded.ids
@@ -73,7 +80,8 @@ class Tokens:
         token from a message.
 
         The pieces are tokenized as one text, as the template's rendering would be. If that yields control tokens that
-        are not the template's, each piece is tokenized alone.
+        are not the template's, each piece is tokenized alone, and tokens do not reach over the borders of pieces. Then
+        raises ConfigError for a tokenizer without a tokenizer.json.
         """
         ids = self.written("".join(text for text, _ in pieces))
         own = [i for text, ours in pieces if ours for i in self.written(text) if i in self.control]
@@ -83,7 +91,10 @@ class Tokens:
 
     def cut(self, text: str, limit: int) -> str:
         """Returns a text of at most `limit` tokens (0: no limit): unchanged, or its head and tail with MARKER
-        between them."""
+        between them, as far as the limit has room for MARKER; "" if no cut is short enough.
+
+        Texts of more than LONGEST_TOKEN characters per allowed token are cut before they are tokenized. With a limit,
+        raises ConfigError for a tokenizer without a tokenizer.json."""
         if limit <= 0:
             return text
         if len(text) > LONGEST_TOKEN * limit:

@@ -39,6 +39,7 @@ class TurnRenderer:
     """Renders messages after recorded ids, and parses sampled turns.
 
     Args:
+      config, tokenizer: of the job.
       tools: JSON schemas passed to the chat template.
       tokens: Tokens of another renderer with the same tokenizer, to share.
       images: what the model's family writes for an image; None = messages are text.
@@ -79,14 +80,22 @@ class TurnRenderer:
         No control token comes from a message that is not the assistant's.
 
         Args:
+          messages: text or chat messages.
           tools: JSON schemas of this conversation; None for the renderer's.
+
+        Raises PromptError if the template rejects the messages.
         """
         return self.first_with_images(messages, tools)[0]
 
     def first_with_images(self, messages, tools=None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids as of `first`, with one image token for each image; the index of each of these [I]).
+        """Returns ([P] int32 ids of a whole conversation, ending with the generation prompt, with one image token for
+        each image; [I] the index of each of these).
 
-        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; images are in their order.
+        A content may be a list of parts {"type": "text", "text"} and {"type": "image"}; images are in their order. Of
+        tools' replies they follow in a user's message where the template would leave them out.
+
+        messages: text or chat messages. tools: JSON schemas of this conversation; None for the renderer's. Raises
+        ImageError for an image in a job of text, and if the tokenizer does not make one id of each image token.
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
@@ -188,12 +197,22 @@ class TurnRenderer:
           messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text
             is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
+
+        Raises PromptError if the template cannot write these messages after a turn.
         """
         return self.extend_with_images(history, messages, limit)[0]
 
     def extend_with_images(self, history: np.ndarray, messages, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids as of `extend`, with one image token for each image; the index of each of these [I]). Contents
-        as in `first_with_images`; limit holds for each text of one.
+        """Returns ([A] int32 ids to append to recorded ids, as `extend` returns them, with one image token for each
+        image; [I] the index of each of these).
+
+        Args:
+          history: ids of prompt and turns so far, ending with sampled ids.
+          messages: [{"role", "content"}], those of role `tool` with `name` and `tool_call_id`; a text is one user turn.
+            A content may be a list of parts {"type": "text", "text"} and {"type": "image"}.
+          limit: most tokens of each text of a content, whose middle is cut; 0 for no limit.
+
+        Raises PromptError if the template cannot write these messages after a turn.
         """
         messages = self._placed(_messages(messages, self.images is not None))
         count, parts = _count_images(messages), [part for m in messages for part in parts_of(m)]
@@ -223,9 +242,10 @@ class TurnRenderer:
         """Parses sampled ids into {"text", "thinking",
         "calls": [{"id", "name", "arguments": dict or None, "error"}]}.
 
-        Never raises. A call that cannot be parsed has `error`; the turn's whole text is then in `written`.
+        Never raises. A call that cannot be parsed has `error`; the turn's text, calls included, is then in `written`.
 
         Args:
+          ids: of the turn; end tokens at its end are left out.
           tools: JSON schemas of this conversation; None for the renderer's.
         """
         thinking, text, marks = self._parts(ids)
@@ -261,7 +281,11 @@ class TurnRenderer:
         """Returns the token ids of an assistant's message as the template writes it after `messages`, with its end
         token.
 
-        Arguments as for `render_turn`."""
+        Args:
+          messages: before the turn. answer: the assistant's message. following: messages after the turn.
+          tools: JSON schemas of this conversation; None for the renderer's.
+
+        Raises PromptError if the template does not write the turn after its own generation prompt."""
         before, body, end = self.render_turn(messages, answer, following, tools)
         written = self.tokens.written
         return [*continuation_ids(written(before), written(body), before, body, written), *end]
@@ -273,7 +297,7 @@ class TurnRenderer:
         the token that begins the following messages if model.eos_tokens names it.
 
         Args:
-          answer: the assistant's message.
+          messages: before the turn. answer: the assistant's message.
           following: messages after the turn.
           tools: JSON schemas of this conversation; None for the renderer's.
 
@@ -392,11 +416,13 @@ class TurnRenderer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens in addition to the tokenizer's; see the class."""
+        """Stop tokens in addition to the tokenizer's end token: the one with which the template ends a turn, and with
+        env.max_parallel_calls=1 the one that ends a call."""
         return self.stop_ids_with(False)
 
     def stop_ids_with(self, tools: bool) -> tuple[int, ...]:
-        """Returns `stop_ids` for a conversation that has its own tools (`tools` true) or not."""
+        """Returns the stop tokens in addition to the tokenizer's end token, of a conversation that has its own tools
+        (`tools` true, so that calls are read) or not."""
         out = [shape.close[-1] for shape in self._ends if shape.own_end]
         reads = tools or self._reads_calls
         if self.parser is not None and reads and self.config.env.max_parallel_calls == 1:
@@ -547,7 +573,7 @@ def _call_record(call: Call, i: int, content_hash, marks, own: Counter) -> dict:
     """Returns a call as an episode receives it.
 
     Its id is the call's own if no other call has it, else one derived from the turn's tokens: nine letters and
-    digits, as some templates require. said: hash of the turn's tokens.
+    digits, as some templates require. content_hash: of the turn's tokens.
     """
     arguments = call.arguments
     if arguments is not None:

@@ -16,11 +16,12 @@ class Agreement(NamedTuple):
     """Agreement of a judge with labelled rows.
 
     Attributes:
+      name: of the judge. rows: number of labelled rows.
       share: of all rows, those whose judge score and label lie on the same side of the scale's middle (the middle
         counts as the upper side).
-      difference: mean of |judge - label| over the scored rows, in points of the scale.
+      difference: mean of |judge - label| over the scored rows, in points of the scale; NaN if none is scored.
       absent: number of rows without a judge score, which agree with nothing; why: the first reason.
-      differ: (row, label, judge's score), largest difference first.
+      differ: (row, label, judge's score) of at most MAX_ROWS_SHOWN rows, largest difference first; rows from 0.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Agreement(NamedTuple):
         """Compares labels with the results of workers. Raises ConfigError if the share is below min_agreement.
 
         Args:
-          name: of the judge. o: its options.
+          name: of the judge. o: its options: lowest, highest and min_agreement.
           labels: points of the scale, one per row.
           results: {value, outcome, metrics} per row; values are shares of the scale.
 
@@ -70,7 +71,9 @@ class Agreement(NamedTuple):
 def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
     """Returns (items, labels in points of the scale) of the rows of a judge's `labelled` file, JSON lines.
 
-    o: the judge's options. Raises ConfigError naming file and line."""
+    o: the judge's options: labelled, lowest and highest. A row has prompt, completion and score, a number within them;
+    its other keys become columns. Raises ConfigError naming file and line for another row, and for a file without
+    rows."""
     where, items, labels = o["labelled"], [], []
     try:
         lines = Path(where).expanduser().read_text("utf-8").splitlines()

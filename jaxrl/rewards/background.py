@@ -10,7 +10,8 @@ class BackgroundScorer:
     """Scores groups of completions in a thread, in the order they arrive.
 
     Args:
-      score: function that scores a list of groups in place. Each group has a `position`."""
+      score: function that scores a list of groups in place: all that wait when it is called. Each group has a
+        `position`."""
 
     def __init__(self, score):
         self._score, self._state = score, threading.Condition()
@@ -27,7 +28,8 @@ class BackgroundScorer:
             self._state.notify_all()
 
     def wait(self, groups, stop=lambda: False) -> bool:
-        """Waits until the groups are scored; returns False if `stop()` became true first. Raises what scoring raised.
+        """Waits until the groups are scored; returns False if `stop()` became true first, which is checked twice a
+        second. Raises what scoring any groups raised first, also at later calls.
         """
         wanted = {g.position for g in groups}
         with self._state:

@@ -92,7 +92,8 @@ class _Limit:
 def time_limited():
     """Ends the block on any error and after LIMIT seconds of processor time in the main thread.
 
-    The code after the block then returns the score of a wrong completion, `limit.score`.
+    The code after the block then returns the score of a wrong completion, `limit.score` (0.0). In other threads, and
+    where SIGVTALRM does not exist, time is not limited. Errors do not leave the block.
     """
     timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
@@ -303,7 +304,8 @@ def _chosen_letter(completion: str) -> str | None:
 def format_reward(prompt, completion, format_pattern):
     """Scores 1.0 if the whole completion matches `reward.format_pattern`, else 0.0 ('.' also matches line ends).
 
-    A match that takes longer than LIMIT seconds of processor time scores as wrong."""
+    A match that takes longer than LIMIT seconds of processor time scores as wrong. Raises re.error for an invalid
+    pattern."""
     pattern = re.compile(format_pattern, re.DOTALL)
     with time_limited() as limit:
         return float(pattern.fullmatch(completion) is not None)
@@ -319,8 +321,11 @@ def code_reward(prompt, completion, code_score, tests=None, answer=None, entry_p
 
     Args:
       code_score: "all" = 1.0 if every test passes, else 0.0; "fraction" = share of passed tests.
+      entry_point: the function that tests of the form check(candidate) call.
 
-    Returns (score, metrics): passed, the share of passed tests; opaque and limited, 0.0 or 1.0."""
+    Returns (score, metrics): passed, the share of passed tests (with "all", tests that are not run after a failed one
+    count as failed); opaque, 1.0 if a result was not plain data; limited, 1.0 if a limit was hit. Raises SandboxError
+    if the sandbox failed, ValueError for tests that cannot be parsed or that fail for any program."""
     tests = answer if tests is None else tests
     if tests is None:
         return None

@@ -24,7 +24,7 @@ class ServiceError(Exception):
     """A service gave no score.
 
     Attributes:
-      cause: one word, counted in the metrics.
+      cause: one word, counted in the metrics as reward/<name>/failed_<cause>.
       again: whether a retry may succeed; after: seconds to wait before it, None for the default.
     """
 
@@ -38,7 +38,8 @@ def load_function(spec: str, setup: dict):
 
     Args:
       spec: name of a service in `setup`, 'module:function', 'file.py:function', or name of a built-in reward.
-      setup: the worker's first message; see worker.py."""
+      setup: the worker's first message (worker.py): services and places by name, limit in seconds, which lowers
+        builtin.LIMIT to builtin.SHARE of it."""
     if spec in setup.get("services", ()):
         options = setup["services"][spec]
         return importlib.import_module(f"jaxrl.rewards.{options['kind']}").make(options, setup["places"][spec])
@@ -66,7 +67,11 @@ class Call:
 
     Prompt and completion are passed by name if the signature has `completion(s)`, else as the first two positional
     arguments. Columns are passed by name: all of them to `**columns`, else only named ones. EXTRAS and SHARED are
-    passed only to functions that name them.
+    passed only to functions that name them. Its arguments in reward.arguments go before all of these.
+
+    Args:
+      spec: of the function, as `load_function` takes it. name: for messages and reward.arguments.
+      setup: the worker's first message.
 
     Attributes:
       batched: a parameter is named `completions`.
@@ -74,7 +79,8 @@ class Call:
       size: completions per call of a batched function, 0 for all.
       seconds: its time limit, 0 for the run's.
 
-    spec: of the function, as `load_function` takes it. setup: the worker's first message."""
+    Raises LoadError if it cannot be loaded, its prepare() fails, or reward.arguments names an argument that it does not
+    have."""
 
     def __init__(self, spec: str, name: str, setup: dict):
         self.fn, self.name = load_function(spec, setup), name
@@ -111,7 +117,8 @@ class Call:
                 "image_sizes": "image_sizes" in self.named}
 
     def arguments(self, prompt, completion, columns: dict, extras: dict, shared: dict):
-        """Returns (args, kwargs) of a call, from prompt, completion, data columns, extras and shared arguments.
+        """Returns (args, kwargs) of a call, from prompt, completion, data columns, extras and shared arguments. Of
+        equal names reward.arguments go before shared arguments, these before extras, and extras before columns.
 
         Raises TypeError naming a required argument that is not available."""
         kwargs = {k: v for k, v in columns.items() if k not in self.first} if self.takes_all else {}
@@ -206,7 +213,8 @@ def _outcome(value) -> dict:
 
 
 def failure(error: BaseException) -> dict:
-    """Returns {value, outcome, metrics} of an exception raised by a reward function or a service."""
+    """Returns {value: None, outcome, metrics: {}} of an exception raised by a reward function or a service: outcome is
+    'error: cause: text' of a ServiceError, else 'error: ' with type, text and place of the error."""
     if isinstance(error, ServiceError):
         return {"value": None, "outcome": f"error: {error.cause}: {printable(str(error))}", "metrics": {}}
     return {"value": None, "outcome": f"error: {describe(error, OWN_FILES)}", "metrics": {}}

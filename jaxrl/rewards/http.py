@@ -29,7 +29,13 @@ GRACE_SECONDS = 10.0     # after the deadline, before the worker is killed
 
 
 class Budget:
-    """The time left for one request, and its last failure. seconds: how long from now."""
+    """The time left for one request, and its last failure.
+
+    seconds: how long from now.
+
+    Attributes:
+      until: time.monotonic() of the deadline.
+      last: ServiceError of the last failed try, None before one."""
 
     def __init__(self, seconds: float):
         self.until = time.monotonic() + seconds
@@ -46,6 +52,9 @@ class Service:
     Args:
       o: options of the reward.remote or reward.judge: deadline_seconds, retries and those of the caller.
       place: {urls: addresses of the servers, key_env: environment variable with the secret, "" = none}.
+
+    Attributes:
+      seconds: after which the parent kills the worker: deadline_seconds and GRACE_SECONDS.
     """
 
     def __init__(self, o: dict, place: dict):
@@ -65,7 +74,10 @@ class Service:
         return httpx.AsyncClient(headers=headers, verify=self._tls, timeout=None, limits=limits)
 
     async def run_until_deadline(self, work):
-        """Returns the result of work(budget), or the ServiceError that ended it; waits deadline_seconds at most."""
+        """Returns the result of work(budget), or the ServiceError that ended it; waits deadline_seconds at most.
+
+        Lateness is a ServiceError with cause `slow`; what a reply in an unexpected form raises (ValueError, TypeError,
+        LookupError ...) one with cause `type`."""
         seconds = self.o["deadline_seconds"]
         budget = Budget(seconds)
         try:
@@ -80,11 +92,13 @@ class Service:
             return ServiceError("type", f"a reply that cannot be read: {type(e).__name__}: {str(e)[:100]}")
 
     async def ask(self, client, budget: Budget, urls: list[str], body, kind: str = "application/json", headers=None):
-        """Returns the JSON reply to a POST, retrying the URLs in turn. All tries carry one Idempotency-Key.
+        """Returns the JSON reply to a POST, retrying the URLs in turn, `retries` times at most. All tries carry
+        one Idempotency-Key. Between tries it waits as the server's Retry-After says, else 0.5 s doubled at each try,
+        times a random factor in 0.5..1, 30 s at most.
 
         Args:
-          client: of `client`. budget: of the work that the request is part of. urls: tried in turn. headers: further
-            ones.
+          client: of `client`. budget: time left of the work that the request is part of; its `last` becomes the failure
+            of each try. urls: tried in turn. headers: further ones.
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:
@@ -147,7 +161,7 @@ def error_cause(error: BaseException) -> str:
 
 
 def retry_after(text: str | None) -> float | None:
-    """Returns the seconds of a Retry-After header, a number or a date; None if it is neither."""
+    """Returns the seconds from now of a Retry-After header, a number or a date, at least 0; None if it is neither."""
     if text is None:
         return None
     try:
@@ -161,8 +175,8 @@ def retry_after(text: str | None) -> float | None:
 
 
 def rotate_urls(urls: list[str], turn: int, path: str = "") -> list[str]:
-    """Returns the URLs in turn, beginning with the one at `turn` (modulo their number); those without a path get
-    `path`."""
+    """Returns all URLs in turn, beginning with the one at `turn` (modulo their number), so that requests are spread
+    over servers and retries go to the next; those without a path get `path`."""
     turned = [urls[(turn + i) % len(urls)] for i in range(len(urls))]
     return [url if "/" in url.partition("://")[2] else url + path for url in turned]
 

@@ -98,13 +98,15 @@ def paragraph_count(text, N):
 
 @check("validate_word_constraint")
 def word_count(text, N, quantifier):
-    """Whether the number of words compares to N as `quantifier` says; "around" allows a tenth of N, at least 1."""
+    """Whether the number of words compares to N as `quantifier` says ("at least", "at most"); "around" allows a tenth
+    of N, at least 1. Another quantifier is never obeyed."""
     return _compared(len(text.split()), N, quantifier, max(round(N * 0.1), 1))
 
 
 @check("verify_sentence_constraint")
 def sentence_count(text, N, quantifier):
-    """Whether the number of sentences compares to N as `quantifier` says; "around" allows a difference of 1."""
+    """Whether the number of sentences compares to N as `quantifier` says ("at least", "at most"); "around" allows a
+    difference of 1. Another quantifier is never obeyed."""
     sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
     return _compared(len(sentences), N, quantifier, 1)
 
@@ -119,7 +121,7 @@ def paragraphs(text, N, first_word, i):
 
 @check("verify_postscript")
 def postscript(text, postscript_marker):
-    """Whether something follows postscript_marker."""
+    """Whether something other than white space follows the first postscript_marker in the text."""
     _, found, rest = text.partition(postscript_marker)
     return bool(found and rest.strip())
 
@@ -132,7 +134,7 @@ def placeholders(text, N):
 
 @check("verify_bullet_points")
 def bullet_points(text, N):
-    """Whether exactly N lines begin with * or -."""
+    """Whether exactly N lines begin with * or -, white space before it aside."""
     return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
 
 
@@ -200,7 +202,7 @@ def lowercase(text):
 @check("validate_frequency_capital_words")
 def capital_words(text, N, quantifier):
     """Whether the number of words in capital letters compares to N as `quantifier` says ("at least", "at most",
-    "around")."""
+    "around", which allows no difference here)."""
     return _compared(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, 0)
 
 

@@ -29,7 +29,7 @@ class Sizes:
 class RowImage:
     """One image of a row, as reward functions get it.
 
-    file: the bytes of its file. sizes: Sizes."""
+    file: the bytes of its file. sizes: height and width as stored and as the model sees it."""
 
     def __init__(self, file: bytes, sizes: Sizes):
         self.file, self.sizes = file, sizes
@@ -48,7 +48,7 @@ class RowImage:
 
 
 def sizes_from_json(value: list) -> list[Sizes]:
-    """Returns the Sizes of a list of [stored, seen]."""
+    """Returns the Sizes of a list of [stored, seen], each (height, width) in pixels."""
     return [Sizes(tuple(stored), tuple(seen)) for stored, seen in value]
 
 
@@ -59,7 +59,7 @@ def from_json(files: list[str], sizes: list) -> list[RowImage]:
 
 def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
     """Returns the last `count` numbers that stand together in a text, divided by commas, spaces or brackets: `[1, 2, 3,
-    4]`, `(1,2),(3,4)`, `37 62`; None without such.
+    4]`, `(1,2),(3,4)`, `37 62`; None without such. The last 4096 characters are read.
     """
     between = r"[\s,()\[\]]+"
     found = re.findall(rf"(?<![\w.-]){between.join([f'({NUMBER})'] * count)}(?![\w]|\.\d)", text[-4096:])
@@ -72,7 +72,7 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
     Args:
       values: x and y by turns. sizes: of the image; needed unless the frame is "stored".
       frame: of the values, one of FRAMES: "stored" (pixels of the stored image), "thousandths" (of width and height),
-        or that of the image the model sees.
+        or "seen" (pixels of the image as the model sees it).
 
     Raises ValueError for another frame or missing sizes."""
     if frame not in FRAMES:
@@ -104,7 +104,9 @@ def ordered(box) -> Box:
 
 
 def iou(a: Box, b: Box) -> float:
-    """Returns the area that two boxes share over the area that they cover together; 0 for two without area."""
+    """Returns the area that two boxes share over the area that they cover together, in 0..1; 0 for two without area.
+
+    a, b: (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2, of one unit."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0.0) * max(height, 0.0)

@@ -25,9 +25,9 @@ class RewardItem:
       prompt: text or messages, as in the data.
       completion: text.
       columns: the row's columns, including `answer`.
-      finish: 'stop', 'length' or 'abort'.
+      finish: why the completion ended: 'stop', 'length' or 'abort'.
       group, sample: number of the prompt group, and of the completion within it.
-      token_ids: ids of the completion; context_ids: ids of everything before it.
+      token_ids: ids of the completion, a sequence or integer array; context_ids: ids of everything before it.
       functions: names of the reward functions that score it; None for all, or those of reward.column.
       images: the row's images: `numbers` names them, `sizes()` and `files()` read them (data.images.source.RowFiles);
         None in a job of text.
@@ -52,10 +52,11 @@ class RewardResult:
     Attributes:
       total: [N] float64, weighted sum of the present parts before shaping (see `shape`); NaN = absent.
       parts: name -> [N] float64, NaN = absent.
-      outcomes: per completion {name: outcome}, only functions that apply to the row.
+      outcomes: per completion {name: outcome}, only functions that apply to the row; "ok", "none" (no score for the
+        row), "nan", "timeout" or "error: ...".
       item_metrics: per completion {name: {metric: value}}.
-      metrics: means and shares over the step, without times.
-      by: the pool's `key()`.
+      metrics: means and shares over the step (`reward_metrics`), without times.
+      by: RewardPool.key(), a digest of the code and options that decided the scores.
     """
 
     total: np.ndarray
@@ -80,12 +81,14 @@ CAUSE = re.compile(r"error: ([a-z]\w*): ")
 
 
 def failed_items(results: dict) -> set[int]:
-    """Returns the indices of items with a failed part, of results {(item, function): result}."""
+    """Returns the indices of items with a failed part, of results {(item, function): {value, outcome, metrics}}. An
+    outcome other than "ok" and "none" is a failure."""
     return {i for (i, _), r in results.items() if r["outcome"] not in NON_FAILURES}
 
 
 def is_result(reply) -> bool:
-    """Returns whether a worker's reply has the form {value, outcome, metrics} of `calling.outcome`."""
+    """Returns whether a worker's reply has the form {value, outcome, metrics} of `calling.outcome`: metrics a dict,
+    outcome a text, and value a float if the outcome is "ok"."""
     if not isinstance(reply, dict) or not isinstance(reply.get("metrics"), dict):
         return False
     outcome = reply.get("outcome")
@@ -96,6 +99,8 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
     """Returns the JSON of the i-th item for workers.
 
     Args:
+      item: its images become `image_sizes` and `images` (files as base64 text), which are read now.
+      i: its number, for messages.
       without: attributes that none of their functions needs.
 
     Raises:
@@ -113,8 +118,9 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
 
 
 def item_hash(item: RewardItem) -> int:
-    """Returns a 64-bit hash of everything functions may see of a completion: text, tokens, prompt,
-    columns, group and sample.
+    """Returns a 64-bit hash (int) of everything functions may see of a completion: text, tokens, prompt,
+    columns, finish, group, sample and the numbers of images (not their files). Raises TypeError for a value without a
+    JSON form.
     """
     fields = {name: value for name, value in vars(item).items() if name not in ("functions", "images")}
     if item.images is not None and len(item.images.numbers):
@@ -137,7 +143,8 @@ def reward_metrics(total, outcomes, item_metrics) -> dict[str, float]:
     """Returns metrics of a step's rewards, reward/*.
 
     failed_fraction and absent_fraction are over completions; the shares of outcomes (none, nan, timeout ...) are over
-    (completion, function) pairs; the functions' own metrics are means over the completions that have them.
+    (completion, function) pairs; reward/<name>/failed_<cause>, of services, over the completions that the function
+    applies to; the functions' own metrics are means over the completions that have them.
 
     Args:
       total: [N] float64, NaN = absent. outcomes: {function: outcome} per completion. item_metrics: {function: {name:
@@ -169,7 +176,10 @@ def reward_metrics(total, outcomes, item_metrics) -> dict[str, float]:
 
 
 def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count: int) -> np.ndarray:
-    """Returns [N] float64: the sum of weight x part over the present parts (not NaN); NaN if none is present."""
+    """Returns [N] float64: the sum of weight x part over the present parts (not NaN); NaN if none is present. The sum
+    is not divided by the weights.
+
+    parts: name -> [N] float64. weights: name -> weight. count: N."""
     total, present = np.zeros(count), np.zeros(count, bool)
     for name, values in parts.items():
         here = ~np.isnan(values)
@@ -179,12 +189,14 @@ def weighted_sum(parts: dict[str, np.ndarray], weights: dict[str, float], count:
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty: float) -> np.ndarray:
-    """Returns [N] penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on (arXiv
-    2503.14476, eq. 13).
+    """Returns [N] float64 penalties to subtract: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on
+    (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
-      lengths: [N] tokens.
-      buffer: tokens; 0 disables the penalty.
+      lengths: [N] tokens of the completions.
+      max_tokens: tokens from which the penalty is whole.
+      buffer: tokens over which it grows; 0 disables the penalty.
+      penalty: in points of the score.
     """
     if buffer <= 0:
         return np.zeros(len(lengths))
@@ -231,6 +243,7 @@ def trial_items(dataset, tokenizer, prefix: str = "", images=None) -> list[Rewar
     functions.
 
     Args:
+      dataset: a Dataset or Mixture. tokenizer: makes the completions' token ids.
       prefix: text before each answer. images: the job's ImageSource; None in a job of text."""
     items = []
     for i in dataset.first_rows:

@@ -48,9 +48,11 @@ Score: <number>
 
 
 class Judge(Service):
-    """A batched reward: a language model that scores completions by a prompt.
+    """A batched reward: a language model that scores completions by a prompt, in 0..1: (score - lowest) / (highest -
+    lowest).
 
-    o: options of a reward.judge. place: as of Service, and {cache}, a folder or ""."""
+    o: options of a reward.judge. place: {urls: addresses of the servers, key_env: environment variable with the
+    secret, cache: folder of replies}, both texts "" for none."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -70,7 +72,11 @@ class Judge(Service):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
     def messages(self, prompt, completion: str, rubric, answer, images=()) -> list[dict]:
-        """Returns the request messages for one completion. images: rewards.images.RowImage, shown before the text."""
+        """Returns the request messages for one completion.
+
+        Args:
+          prompt: text or chat messages. rubric: of the row; None = the option's. answer: reference answer or None.
+          images: rewards.images.RowImage, shown before the text."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -85,9 +91,10 @@ class Judge(Service):
         return [{"role": "user", "content": [*parts, {"type": "text", "text": whole}]}]
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
-        """Returns (score in 0..1, {cached}). An unreadable reply is requested once more. Raises ServiceError.
+        """Returns (score in 0..1, {cached: 1.0 if the reply was on disk, else 0.0}). A reply without a score is asked
+        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one.
 
-        client, budget: as of Service.ask. messages: of `messages`."""
+        client: of Service.client. budget: time left. messages: of `messages`."""
         o = self.o
         fields = {"temperature": 0.0, "max_tokens": o["max_new_tokens"], "seed": 0} | o["extra"]
         path = self._path(messages, fields)
@@ -108,7 +115,8 @@ class Judge(Service):
                            f"{o['lowest']:g}..{o['highest']:g}; its reply ends with {text[-80:]!r}")
 
     def read(self, text: str) -> float | None:
-        """Returns the last score in a reply as a share of the scale; None if there is none or it is out of range."""
+        """Returns the last score in a reply as a share of the scale, (score - lowest) / (highest - lowest); None if
+        there is none or it is out of range. The option `pattern` finds it, and `words` gives words their points."""
         matches = [m[1] for m in self._pattern.finditer(text)]
         words = {str(word).lower(): score for word, score in self.o["words"].items()}
         try:
@@ -151,15 +159,15 @@ class SeeingJudge(Judge):
 
 
 def data_uri(file: bytes) -> str:
-    """Returns an image's file as a data URI."""
+    """Returns an image's file as a data URI in base64, of the type that its first bytes show, PNG if they show none."""
     starts = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}
     kind = next((kind for start, kind in starts.items() if file.startswith(start)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
 
 
 def reply_text(reply, where: str) -> str:
-    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for another
-    form."""
+    """Returns the text of a chat completion's first choice, "" without content. Raises ServiceError for a reply of
+    another form, naming the server `where`."""
     choices = get_field(reply, "choices", list, where)
     if not choices:
         raise ServiceError("count", f"{where}: no choice")

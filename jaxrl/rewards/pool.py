@@ -55,9 +55,16 @@ class RewardPool:
 
     Args:
       config: `reward.*`, `user`, and the folder `run.dir` (for functions written in a notebook).
-      functions: specs or Python callables that replace `reward.functions`.
-      names: specs that replace `reward.functions` (for example `eval.rewards`).
+      functions: specs or Python callables that replace `reward.functions`, with reward.weights in their order.
+      names: specs that replace `reward.functions` (for example `eval.rewards`); each keeps the weight that it has
+        there, 1 if it is not among them.
       servers: services.Server of the run's judges, by name.
+
+    Attributes:
+      specs, names, weights: of the functions; weights by name.
+
+    Raises:
+      ConfigError: options that do not fit, or a function that cannot be passed to workers; see specs.check_specs.
     """
 
     def __init__(self, config, functions=None, names=None, servers=None):
@@ -89,7 +96,8 @@ class RewardPool:
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Waits until every worker is ready. Raises ConfigError if one cannot start."""
+        """Waits until every worker is ready. Raises ConfigError if one cannot start, RuntimeError if the pool is
+        closed."""
         self._workers.ready()
 
     def key(self) -> str:
@@ -170,7 +178,8 @@ class RewardPool:
         """Calls every function on a few items before a run depends on them. Keeps no scores.
 
         Raises:
-          ConfigError: names each function that fails on all items it applies to; see `score` for other causes.
+          ConfigError: names each function that fails on all items it applies to. Also if no worker can be started, a
+            value has no JSON form, or a batched function does not return one score per item.
         """
         results: dict[tuple[int, int], dict] = {}
         jobs = [(i, f) for i, functions in enumerate(self._functions_of_items(items)) for f in functions]

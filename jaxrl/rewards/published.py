@@ -17,7 +17,8 @@ UNITS = ("characters", "words", "tokens")
 
 
 def length(completion: str, token_ids, unit: str) -> int:
-    """Returns the length of a completion in characters, words or tokens. Raises ValueError for another unit."""
+    """Returns the length of a completion in a unit: "characters", "words" (divided by white space) or "tokens" (of
+    token_ids). Raises ValueError for another unit."""
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r}: choose from {', '.join(UNITS)}")
     return len(token_ids) if unit == "tokens" else len(completion.split() if unit == "words" else completion)
@@ -51,7 +52,7 @@ def tag_count_reward(prompt, completion):
 
 @register_reward("reasoning_steps")
 def reasoning_steps_reward(prompt, completion):
-    """Scores a third for each mark of a step, at most 1 (open-r1's `reasoning_steps`).
+    """Scores a third for each mark of a step, at most 1 in all (open-r1's `reasoning_steps`).
 
     Marks: `Step 1:`, a number at the very start, bullets, First, Second, Next, Finally."""
     marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
@@ -60,15 +61,15 @@ def reasoning_steps_reward(prompt, completion):
 
 @register_reward("length_ranked")
 def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="tokens"):
-    """Scores each completion by its length among the completions of its prompt (Kimi k1.5, arXiv 2501.12599, section
-    2.3.3).
+    """Scores each completion by its length among the completions of its prompt, in -0.5..0.5 (Kimi k1.5, arXiv
+    2501.12599, section 2.3.3).
 
     lambda = 0.5 - (length - shortest) / (longest - shortest). Right completions, and those of rows without a reference
     answer, score lambda; others min(0, lambda). If all are equally long, lambda is 0.
 
     Args:
       answer: reference answer of each completion, None without one; math_reward decides what is right.
-      group: number of the prompt of each completion.
+      group: number of the prompt of each completion. token_ids: ids of each completion, counted with unit="tokens".
       unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
     """
     sizes = [length(c, ids, unit) for c, ids in zip(completions, token_ids, strict=True)]
@@ -94,6 +95,7 @@ def cosine_reward(prompt, completion, answer, token_ids, max_length=1000, unit="
     a completion is right, math_reward decides; without a reference answer the score is None.
 
     Args:
+      token_ids: ids of the completion, counted with unit="tokens".
       max_length: in `unit`.
       unit: what the length counts: characters, words or tokens. Raises ValueError for another unit.
       wrong: (a, b) of wrong completions. right: (b, a) of right ones, so that both are given lowest first.
@@ -113,9 +115,11 @@ cosine_reward.prepare = length_ranked_reward.prepare = load_math_verify
 
 @register_reward("repetition")
 def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit="words"):
-    """Scores penalty x the share of n-grams that were there before (arXiv 2502.03373, appendix C.2); 0 without n-grams.
+    """Scores penalty x the share of n-grams that were there before, 1 - different ones / all (arXiv 2502.03373,
+    appendix C.2); 0 without n-grams.
 
     Args:
+      token_ids: ids of the completion, read with unit="tokens".
       size: n. penalty: negative, the score of a text that repeats itself throughout. unit: "words" (lower-cased) or
         "tokens".
 
@@ -130,7 +134,8 @@ def repetition_reward(prompt, completion, token_ids, size=3, penalty=-1.0, unit=
 @register_reward("soft_overlong")
 def soft_overlong_reward(prompt, completion, token_ids, max_length=16384, buffer=4096):
     """Scores 0 up to max_length - buffer tokens, then a line down to -1 at max_length (DAPO, arXiv 2503.14476, Eq. 13).
-    """
+
+    With buffer 0 a completion of more than max_length tokens scores -1."""
     over = len(token_ids) - (max_length - buffer)
     return -min(over / buffer, 1.0) if over > 0 and buffer else -float(over > 0)
 
@@ -139,7 +144,8 @@ def soft_overlong_reward(prompt, completion, token_ids, max_length=16384, buffer
 def ifeval_reward(prompt, completion, answer):
     """Scores 1.0 if what follows the last </think> obeys the row's constraint, else 0.0 (IFEval, arXiv 2311.07911).
 
-    `answer` is JSON or a dict with func_name and its arguments, as in the rows of RLVR-IFeval; None without one."""
+    `answer` is JSON or a dict with func_name and its arguments, as in the rows of RLVR-IFeval; None without one. Raises
+    ValueError for a func_name that is no check, or lacks an argument."""
     if answer is None:
         return None
     return float(follows(final_part(completion), answer))
@@ -148,6 +154,9 @@ def ifeval_reward(prompt, completion, answer):
 @register_reward("crossthinkqa")
 def crossthinkqa_reward(prompt, completion, answer, kind="soft"):
     r"""Scores the first capital letter of the last \boxed{}, else of what follows "answer is", else of all (ROLL).
+
+    It is right if it is the first character of `answer`. What precedes the last </think> is not read. None without an
+    answer. Raises ValueError for another kind.
 
     Args:
       kind: of right and boxed, right alone, boxed alone, neither: soft 1, 0.5, -0.5, -1; loose 1, 1, -1, -1; strict 1,
@@ -178,11 +187,15 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
     (VLM-R1, arXiv 2504.07615, reward of referring expressions).
 
     Args:
-      image_sizes: Sizes of the row's images.
+      image_sizes: Sizes of the row's images, not needed for the frame `stored`.
       answer: [x1, y1, x2, y2] in pixels of the stored image, or text with them.
       frame: what a completion's numbers count: thousandths of the sides (Qwen3-VL), pixels of the image as the model
         sees it (`seen`, Qwen2.5-VL), or pixels of the stored one (`stored`).
-      image: number of the row's image. threshold: from which the score is 1, and 0 below; 0 = the score is the IoU."""
+      image: number of the row's image, from 0. threshold: from which the score is 1, and 0 below; 0 = the score is the
+        IoU.
+
+    None without an answer, 0 without four numbers. Raises ValueError for another frame, an answer that is no box, and
+    a frame that needs the size of an image that the row does not have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 4)
@@ -199,7 +212,17 @@ def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thous
     """Scores 1.0 if a point, the last two numbers x, y of a completion, lies in the box `answer`, else 0.0; None
     without an answer.
 
-    UI-R1's reward of a click's coordinates (arXiv 2503.21620). Arguments as for `iou`."""
+    UI-R1's reward of a click's coordinates (arXiv 2503.21620).
+
+    Args:
+      answer: [x1, y1, x2, y2] in pixels of the stored image, or text with them; its edges belong to the box.
+      image_sizes: Sizes of the row's images, not needed for the frame `stored`.
+      frame: what a completion's numbers count: thousandths of the sides, pixels of the image as the model sees it
+        (`seen`), or of the stored one (`stored`).
+      image: number of the row's image, from 0.
+
+    0.0 without two numbers. Raises ValueError for another frame, an answer that is no box, and a frame that needs the
+    size of an image that the row does not have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 2)

@@ -28,7 +28,11 @@ class Remote(Service):
 
     Args:
       o: the service's options (see services.service_options); they decide scores.
-      place: {urls, key_env, cache}, see services.ServiceTable.
+      place: {urls: addresses of the servers, key_env: environment variable with the secret, "" = none}.
+
+    Attributes:
+      size: completions per call: those of a batch times the batches in flight.
+      keys: names in a reply whose values are the parts of a score (score_key, divided by "+"); [] = a plain number.
     """
 
     def __init__(self, o: dict, place: dict):
@@ -46,7 +50,8 @@ class Remote(Service):
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))])
 
     async def score_batches(self, items: list[dict]) -> list:
-        """Returns one value per item, a score or a ServiceError, sending batches concurrently."""
+        """Returns one value per item, a score, None (the service gives none) or a ServiceError, sending batches
+        concurrently. A batch that fails as a whole gives its ServiceError to each of its items."""
         step = 1 if self.o["format"] == "areal" else self.o["batch"]
         async with self.client() as client:
             batches = (self._batch(client, items[k:k + step]) for k in range(0, len(items), step))
@@ -63,7 +68,8 @@ class Remote(Service):
         """Combines the values of all parts, in the order of their weights, into one score.
 
         The sum of weight times the part clipped to [part_min, part_max], clipped to [clip_min, clip_max], times
-        scale. Returns a ServiceError if a value is not a finite number. where: for its text."""
+        scale; weights are 1 without the option. Returns a ServiceError if a value is not a finite number. where: the
+        server, for its text."""
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
@@ -87,7 +93,9 @@ async def jaxrl_format(self: Remote, client, budget: Budget, items, turn):
     """Scores items in jaxrl's format: {"items": [...]} -> {"scores": [number, table of numbers, or
     null, ...]}, in order.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated."""
+    client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
+    rotated. Returns per item a score, None where the service gives null, or a ServiceError. Raises ServiceError without
+    a usable reply in time, and for one that does not have one entry per item."""
     urls = rotate_urls(self.urls, turn)
     reply = await self.ask(client, budget, urls, {"items": items})
     values = check_count(get_field(reply, "scores", list, urls[0]), len(items), urls[0])
@@ -111,8 +119,8 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
     for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
+    rotated. Returns per item a score or a ServiceError. Raises ServiceError without a usable reply in time."""
     urls = rotate_urls(self.urls, turn, "/api/reward/enqueue")
     functions = self.o["functions"]
     weights = self.o["weights"] or [1.0] * len(functions)
@@ -157,8 +165,9 @@ async def areal(self: Remote, client, budget: Budget, items, turn):
     A SystemError reported by the service is the service's failure, not the code's. Completions are sent one by one,
     so that code that hangs does not cost others their score.
 
-    client, budget: as of Service.ask. items: one, as JSON. turn: number of the request, from which URLs are rotated.
-    Returns [score]."""
+    client: of Service.client. budget: time left. items: one, as JSON. turn: number of the request, from which URLs are
+    rotated. Returns [score or ServiceError]. The code is the last block between ``` fences, else the whole completion.
+    Raises ServiceError without a usable reply in time, with cause `system` for a SystemError."""
     urls, key = rotate_urls(self.urls, turn, "/apis/functioncalls"), (self.keys or ["success"])[0]
     text = items[0]["completion"]
     blocks = FENCED.findall(text)
@@ -176,8 +185,9 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
     """Scores items with vLLM's /classify: {"input": [[token id, ...], ...]} -> {"data": [{"index", "probs"}]}; the
     values are logits, since activation is off.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: with `ids`, the token ids of prompt and completion. turn:
+    number of the request, from which URLs are rotated. Returns per item a score or a ServiceError. Raises ServiceError
+    without a usable reply in time, and if the server has another tokenizer."""
     urls = rotate_urls(self.urls, turn, "/classify")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False} | self.model
@@ -185,11 +195,12 @@ async def classify(self: Classifier, client, budget: Budget, items, turn):
 
 
 async def pooling(self: Classifier, client, budget: Budget, items, turn):
-    """Scores items with vLLM's /pooling: request as for classify -> {"data": [{"index", "data"}]}, one number per
-    label, or a list of those per token, of which the last counts.
+    """Scores items with vLLM's /pooling: {"input": [[token id, ...], ...]} -> {"data": [{"index", "data"}]}, one number
+    per label, or a list of those per token, of which the last counts; activation is off.
 
-    client, budget: as of Service.ask. items: as JSON. turn: number of the request, from which URLs are rotated.
-    Returns scores in order."""
+    client: of Service.client. budget: time left. items: with `ids`, the token ids of prompt and completion. turn:
+    number of the request, from which URLs are rotated. Returns per item a score or a ServiceError. Raises ServiceError
+    without a usable reply in time, and if the server has another tokenizer."""
     urls = rotate_urls(self.urls, turn, "/pooling")
     await self.check_tokens(client, budget, urls[0], items)
     body = {"input": [item["ids"] for item in items], "use_activation": False, "encoding_format": "float"} | self.model
@@ -200,7 +211,10 @@ async def pooling(self: Classifier, client, budget: Budget, items, turn):
 class Classifier(Remote):
     """A batched reward: a vLLM server with a sequence classifier that has the policy's tokenizer.
 
-    It receives the token ids of prompt and completion. o, place: as of Service."""
+    It receives the token ids of prompt and completion.
+
+    o: the service's options (see services.service_options), of which `model` is named in requests. place: {urls:
+    addresses of the servers, key_env: environment variable with the secret, "" = none}."""
 
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
@@ -212,9 +226,11 @@ class Classifier(Remote):
             for text, own, before in zip(completions, token_ids, context_ids, strict=True)])
 
     async def check_tokens(self, client, budget: Budget, url: str, items) -> None:
-        """Checks once that the server decodes the ids to the completions' text. Raises ServiceError otherwise, since
-        scores of other words would look valid.
-        """
+        """Checks once that the server decodes the ids to the completions' text. Raises ServiceError otherwise, with
+        cause `tokenizer`, since scores of other words would look valid. A server that cannot decode passes.
+
+        client: of Service.client. budget: time left. url: of the scoring request; /detokenize beside it is asked.
+        items: dicts with `completion` and `ids`, of which four at most are tried."""
         if self._known:
             return
         read = []
@@ -238,9 +254,11 @@ class Classifier(Remote):
                                f"{read[0][1][-60:]!r}, the completion is {read[0][0][-60:]!r}")
 
     def labels(self, reply, name: str, count: int, where: str) -> list:
-        """Returns the score of each of `count` completions from a reply's rows, which hold index and the field `name`.
+        """Returns the score of each of `count` completions from a reply's rows, which hold index and the field `name`:
+        the label that score_key numbers (without it there must be one), of a list of labels per token the last.
 
-        Raises ServiceError if indices are missing or repeated."""
+        A label that is not there gives a ServiceError in its place. where: the server, for messages. Raises
+        ServiceError if indices are missing or repeated."""
         scores: list = [None] * count
         for row in check_count(get_field(reply, "data", list, where), count, where):
             i = get_field(row, "index", int, where)

@@ -35,14 +35,16 @@ class ServiceTable(NamedTuple):
 
 
 class Server(NamedTuple):
-    """A judge's server that this run started: its URL and API key."""
+    """A judge's server that this run started. url: its address. key: its API key, which workers get in an environment
+    variable."""
 
     url: str
     key: str
 
 
 def service_options(reward) -> dict[str, tuple[str, dict]]:
-    """Returns name -> (kind, options) of every service that reward functions may name.
+    """Returns name -> (kind, options) of every service that reward functions may name: "remote", "judge", and the
+    entries of reward.remotes and reward.judges, whose options go before those of the first service of their kind.
 
     Args:
       reward: config.reward.
@@ -67,6 +69,7 @@ def find_services(config, functions, servers: dict[str, Server]) -> ServiceTable
     """Returns the services among these functions.
 
     Args:
+      config: options `reward.*` and run.dir. functions: names or specs.
       servers: servers this run started, by the name of their judge.
 
     Raises:

@@ -18,8 +18,14 @@ BUILTIN = ("jaxrl.rewards.builtin", "jaxrl.rewards.published")
 
 
 def to_spec(function, folder: FunctionFolder, services=()) -> str:
-    """Returns a spec: a registered name, a service's name, 'package.module:function' or '/absolute/file.py:function';
-    see `handing.function_spec`. Raises ConfigError for anything else.
+    """Returns a spec: a registered name, a service's name, 'package.module:function' or '/absolute/file.py:function'.
+
+    Args:
+      function: such a text, or a plain function, which is passed by reference if workers can import it.
+      folder: receives the source of functions that they cannot import, such as those of a notebook.
+      services: names of reward services.
+
+    Raises ConfigError for other objects, and for functions that cannot be passed (closures, lambdas).
     """
     if isinstance(function, str):
         if function in services:
@@ -38,15 +44,17 @@ def to_spec(function, folder: FunctionFolder, services=()) -> str:
 def short_names(functions, specs: list[str]) -> list[str]:
     """Returns names of reward functions for parts and metrics: the registered or the function's name.
 
-    The whole spec where two would be equal."""
+    The whole spec where two would be equal. functions: texts or functions. specs: of each, from `to_spec`."""
     short = [g.rpartition(":")[2] if isinstance(g, str) else g.__name__ for g in functions]
     return [n if short.count(n) == 1 else s for n, s in zip(short, specs, strict=True)]
 
 
 def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, float]:
-    """Checks everything that needs no import and returns name -> weight. Raises ConfigError.
+    """Checks everything that needs no import and returns name -> weight, 1 without reward.weights. Raises ConfigError
+    naming the option and the remedy.
 
     Args:
+      config: options `reward.*`, eval.accuracy_from, eval.rewards and env.
       specs, names: of the functions, in order. services: names of reward services.
       replaced: the functions are not those of `reward.functions`; a weight then follows the function's name there."""
     r = config.reward

@@ -1,8 +1,9 @@
 """A reward worker: reads JSON lines, calls reward functions, writes JSON lines. Standard library only, never jax.
 
 Protocol (one JSON value per line):
-  in   {functions: [[spec, name]], shared, sandbox, services, places: {...}, limit: seconds}  once
-  out  {ready: [{batched, asynchronous, size, seconds, context, code}], sources: digest} or {fatal: message}
+  in   {functions: [[spec, name]], shared, sandbox, services, places, arguments: {...}, limit: seconds}  once
+  out  {ready: [{batched, asynchronous, size, seconds, context, images, image_sizes, code}], sources: digest} or
+       {fatal: message}
   in   {task: number, mode: "each" | "async" | "batch", items: [...], jobs: [[item, function], ...]}
   out  each, async: {task, job: k, value, outcome, metrics}, one per job when it is done (each: in order)
        batch:       {task, results: [{value, outcome, metrics}, ...]} or {task, wrong: message}
@@ -69,9 +70,11 @@ def _backstop(seconds: float) -> None:
 
 
 def serve_each(calls, task, setup, out) -> None:
-    """Runs the jobs of a task one after the other and sends one reply per job.
+    """Runs the jobs of a task one after the other and sends one reply per job, {job, value, outcome, metrics}. What a
+    function raises becomes an outcome.
 
-    calls: Calls by function. task: {jobs, items}. setup: the worker's first message. out: Replies."""
+    calls: Calls by function. task: {jobs: [[item, function], ...], items}. setup: the worker's first message. out:
+    Replies."""
     for k, (i, f) in enumerate(task["jobs"]):
         try:
             result = outcome(calls[f].call_one(task["items"][i], setup["shared"]))
@@ -82,9 +85,10 @@ def serve_each(calls, task, setup, out) -> None:
 
 def serve_async(calls, task, setup, out) -> None:
     """Runs all jobs of a task at once and sends one reply per job; a job that takes longer than setup["limit"] seconds
-    is cancelled.
+    is cancelled and has the outcome "timeout".
 
-    Arguments as of `serve_each`."""
+    calls: Calls by function. task: {jobs: [[item, function], ...], items}. setup: the worker's first message. out:
+    Replies."""
     import asyncio
 
     async def one(k, i, f):
@@ -108,7 +112,11 @@ def serve_async(calls, task, setup, out) -> None:
 
 
 def serve_batch(calls, task, setup, out) -> None:
-    """Runs a batched function on all items of a task and sends one reply. Arguments as of `serve_each`."""
+    """Runs a batched function, that of the first job, on all items of a task and sends one reply: {results}, or {wrong}
+    if it did not return a list of one score per item. What it raises becomes the outcome of every item.
+
+    calls: Calls by function. task: {jobs: [[item, function], ...], items}. setup: the worker's first message. out:
+    Replies."""
     call = calls[task["jobs"][0][1]]
     items = task["items"]
     try:

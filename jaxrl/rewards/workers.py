@@ -46,9 +46,10 @@ class Round:
 
     Attributes:
       texts: the items as JSON.
-      results: (item, function) -> result. wanted: how many complete the round.
+      results: (item, function) -> {value, outcome, metrics}. wanted: how many complete the round.
       most_failed: the round ends early if more items than this have a failed part.
-      failed: items with a failed part."""
+      failed: items with a failed part.
+      is_over: whether it is complete or ended early."""
 
     texts: list[str]
     results: dict[tuple[int, int], dict]
@@ -60,7 +61,8 @@ class Round:
 
 @dataclasses.dataclass
 class Task:
-    """Jobs for one worker: mode 'each' (one after the other), 'async' (at once) or 'batch' (one call)."""
+    """Jobs for one worker: mode 'each' (one after the other), 'async' (at once) or 'batch' (one call). jobs: (item,
+    function) pairs, in the modes 'async' and 'batch' of one function. round: the Round that they belong to."""
 
     mode: str
     jobs: list[tuple[int, int]]  # (item, function)
@@ -73,13 +75,15 @@ class Workers:
     Args:
       reward: config.reward.
       specs, names: of the functions.
-      setup: the first message to a worker (see worker.py).
+      setup: the first message to a worker: functions, shared arguments, reward.arguments, sandbox, services, places,
+        limit in seconds.
       decides: JSON-able, what decides scores apart from the functions' code.
       env: environment variables of workers in addition to reward.env.
 
     Attributes:
       kinds: per function, `calling.Call.traits` and the digest of its code; [] before the first worker is ready.
-      sources: digest of all functions' code; key: see RewardPool.key. Both "" before the first worker is ready.
+      sources: digest of all functions' code; key: digest of this and of `decides`. Both "" before the first worker is
+        ready.
     """
 
     def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict, env: dict):
@@ -107,7 +111,8 @@ class Workers:
     # -- the caller's side: one call at a time ---------------------------------------------------------------------
 
     def ready(self, count: int | None = None) -> None:
-        """Waits until `count` (None: all) workers are ready. Raises the error that keeps a worker from starting."""
+        """Waits until `count` (None: all) workers are ready. Raises the error that keeps a worker from starting,
+        RuntimeError if the workers are closed."""
         with self._state:
             while self._ready < (len(self._threads) if count is None else count) and not (self._fatal or self._closing):
                 self._state.wait(0.5)
@@ -125,15 +130,15 @@ class Workers:
         Args:
           texts: the items as JSON.
           jobs: (item, function) pairs.
-          results: holds the results known before.
-          most_failed: ends early if more items have a failed part.
+          results: (item, function) -> {value, outcome, metrics}; holds the results known before.
+          most_failed: ends early, with True, if more items have a failed part.
           stop: checked about twice a second.
 
         Returns:
           False if `stop()` became true before the end.
 
         Raises:
-          ConfigError, RunStopped: workers cannot work.
+          ConfigError, RunStopped: workers cannot work. RuntimeError: they are closed.
         """
         if jobs and not self.kinds:
             self.ready(1)

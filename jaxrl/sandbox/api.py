@@ -25,7 +25,10 @@ _lock = threading.Lock()
 
 
 def configure(options: Mapping[str, Any]) -> None:
-    """Sets the config's `sandbox` options for this process. Workers call it first."""
+    """Sets the config's `sandbox` options for this process, after which the next `run` probes the sandbox again.
+    Workers call it first.
+
+    options: option -> value, limits included; missing ones have the defaults of Limits and Settings."""
     settings_given: dict[str, Any] = {**options, "paths": tuple(options.get("paths", ()))}
     limits = Limits(**{name: settings_given.pop(name) for name in _LIMITS if name in settings_given})
     settings = Settings(**settings_given)
@@ -68,12 +71,21 @@ def _run(argv, stdin, files, limits: Limits, settings: Settings) -> RunResult:
 
 
 async def run_async(argv, stdin="", files=None, **limits) -> RunResult:
-    """Runs a program as `run` does, in a thread, for asynchronous rewards and episodes."""
+    """Runs a program until it ends or hits a limit, in a thread, for asynchronous rewards and episodes. Cancelling the
+    call does not end the program.
+
+    Args:
+      argv: the program and its arguments; "python" is this interpreter with its packages.
+      stdin: its standard input, str or bytes. files: relative path -> content, in its folder.
+      limits: seconds, cpu_seconds, memory_mb, disk_mb, output_bytes, processes; override the config's.
+
+    Returns the RunResult. Raises SandboxError if the sandbox failed; ValueError, TypeError for invalid arguments.
+    """
     return await asyncio.to_thread(run, argv, stdin, files, **limits)
 
 
 def limits() -> Limits:
-    """Returns the config's limits."""
+    """Returns the limits that `configure` set in this process, else the defaults."""
     return _state["limits"]
 
 

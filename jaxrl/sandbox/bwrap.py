@@ -34,7 +34,15 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "TMPDIR": "
 
 
 def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> RunResult:
-    """Runs one program. Raises SandboxError; OSError if it cannot be started."""
+    """Runs one program in bubblewrap until it ends or hits a limit.
+
+    Args:
+      argv: the program and its arguments; "python" is this interpreter.
+      stdin: its standard input. files: relative path -> content, in its folder WORK.
+      limits: of the run. settings: of which `paths` are shown to the program, read-only.
+
+    Raises SandboxError if bubblewrap is missing or runs nothing; OSError if it cannot be started.
+    """
     deadline = time.monotonic() + limits.seconds
     with contextlib.ExitStack() as stack:
         def memory(data: bytes) -> int:

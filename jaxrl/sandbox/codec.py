@@ -12,7 +12,7 @@ class Opaque(Exception):
 
 
 def encode(value, depth=0):
-    """Returns plain data as JSON values. Raises Opaque for anything else.
+    """Returns plain data as JSON values. Raises Opaque for anything else, and for more than MAX_DEPTH levels.
 
     None, bool, int, float and str stay; list, tuple, set, frozenset, dict, bytes, complex and long ints become {kind:
     content}. Subclasses become their base, arrays and array scalars lists and numbers.

@@ -30,8 +30,12 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test: standard input and output of the whole program (name ""), or arguments and value of
-    one of its functions.
+    """One test of a program.
+
+    Attributes:
+      given: standard input of the whole program, a text; or the list of arguments of a function.
+      wanted: standard output, a text; or the function's value.
+      name: of the function; "" for a run of the whole program.
     """
 
     given: Any
@@ -41,7 +45,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """Test cases, and asserts with the code around them."""
+    """Tests of a program.
+
+    Attributes:
+      cases: inputs with outputs.
+      asserts: sources of asserts or calls, each one test. setup: source that runs before each of them.
+    """
 
     cases: list[Case]
     asserts: list[str]
@@ -56,7 +65,7 @@ class Grade:
     """Result of grading.
 
     Attributes:
-      passed: one bool per test.
+      passed: one bool per test: runs of the whole program first, then calls of functions, then asserts.
       opaque: number of results that are not plain data; such a test fails.
       limit: the limit that was hit by the program or by a test using its values, a sandbox limit or "rounds" (see
         MAX_ROUNDS); "" for none.
@@ -70,15 +79,19 @@ class Grade:
 def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Grade:
     """Runs the tests of a Python program. All runs together take at most sandbox.seconds.
 
+    Outputs are compared line by line, without white space at the ends of lines and of the text, and word by word where
+    numbers with a point may differ by a relative 1e-6; values as `same` compares them.
+
     Args:
       program: its source.
       tests: see `parse`.
       entry_point: the function that `check(candidate)` tests.
-      stop: stop at the first failed test; later ones count as failed.
+      stop: stop at the first failed test; later ones count as failed. Calls of functions run together, and so do
+        asserts.
 
     Raises:
-      SandboxError: the sandbox failed.
-      ValueError: the tests cannot be parsed, or need values that are not plain data.
+      SandboxError: the sandbox failed, or the tests alone exceed a limit.
+      ValueError: the tests cannot be parsed, need values that are not plain data, or fail for any program.
     """
     tests = parse(tests, entry_point)
     out, program_ = Grade([]), _Program(program)
@@ -205,8 +218,8 @@ def _files(*names: str) -> dict[str, str]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 def same(found, wanted) -> bool:
-    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text,
-    floats agree within 1e-6.
+    """Returns whether two values are equal as JSON data: tuples equal lists, dict keys are text, integers agree
+    exactly, a float with a number within a relative 1e-6 or an absolute 1e-9, and bools equal bools alone.
     """
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted

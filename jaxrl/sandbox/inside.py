@@ -14,12 +14,13 @@ from codec import Opaque, decode, encode  # noqa: E402
 
 
 def kind(error):
-    """Returns the name of the nearest built-in exception."""
+    """Returns the name of an exception's class, or of its nearest base class that is built in."""
     return next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
 
 
 def function(namespace, name):
-    """Returns a function of the program, or the method of its class Solution."""
+    """Returns a function of the program, or the method of its class Solution, of which an object is made without
+    arguments. Raises NameError if there is neither. namespace: of the program."""
     if name not in namespace and hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)
     if name not in namespace:
@@ -28,7 +29,10 @@ def function(namespace, name):
 
 
 def outcome(namespace, name, args, kwargs):
-    """Calls a function of the program and returns ["value", plain data], ["raised", exception] or ["opaque", type]."""
+    """Calls a function of the program and returns ["value", plain data], ["raised", name of the built-in exception] or
+    ["opaque", type of a value that is not plain data].
+
+    namespace: of the program. args, kwargs: as codec.encode encodes them."""
     try:
         value = function(namespace, name)(*decode(args), **decode(kwargs))
     except BaseException as error:
@@ -40,7 +44,8 @@ def outcome(namespace, name, args, kwargs):
 
 
 def main():
-    """Runs the program and prints the result of each call."""
+    """Runs the program of the task on standard input, with standard input and output redirected to /dev/null, and
+    prints the result of each call as a line of the nonce and JSON."""
     task = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # what the program prints is no answer

@@ -26,12 +26,18 @@ class NotCarried(BaseException):
 
 
 def key(name, args, kwargs):
-    """Returns the table key of a call."""
+    """Returns the table key of a call, as JSON text. args, kwargs: as codec.encode encodes them."""
     return json.dumps([name, args, kwargs])
 
 
 def proxy(name, table, unknown):
-    """Returns a function that looks its calls up in the table, and adds missing ones to `asked`."""
+    """Returns a function in place of one of the program's: it looks its calls up in the table.
+
+    A call that is not there is appended to `unknown` as [name, args, kwargs] and raises Unknown; one with arguments
+    that are not plain data raises NotCarried. A call that raised in the program raises the built-in exception of that
+    name (Exception if that is none), one whose value was not plain data an Exception.
+
+    name: of the function. table: `key` -> (kind, value)."""
     def call(*args, **kwargs):
         try:
             arguments = encode(args), encode(kwargs)
@@ -59,18 +65,23 @@ class Deferred(ast.NodeTransformer):
     """
 
     def visit_Assert(self, node):
+        """Returns the assert in a `try` that passes over Unknown."""
         handler = ast.ExceptHandler(ast.Name("__Unknown__", ast.Load()), None, [ast.Pass()])
         return ast.Try([node], [handler], [], [])
 
 
 def run(source, name, namespace):
-    """Executes a test's source."""
+    """Executes the source of a test or of the setup in `namespace`. Its asserts that wait for a result are passed over
+    (Deferred). name: of the source, in tracebacks."""
     tree = ast.fix_missing_locations(Deferred().visit(ast.parse(source, name)))
     exec(compile(tree, name, "exec"), namespace)
 
 
 def verdict(task, test, table):
-    """Returns (true, false or null, requested calls, why it failed without a value of the program)."""
+    """Returns (whether a test passed, None if it waits for calls; the calls that it requests; why it failed without a
+    value of the program, "" otherwise).
+
+    task: has setup and names. test: source. table: `key` -> (kind, value) of the calls that are known."""
     unknown, why = [], ""
     namespace = {"__name__": "tests", "__Unknown__": Unknown}
     namespace |= {name: proxy(name, table, unknown) for name in task["names"]}
@@ -89,7 +100,8 @@ def verdict(task, test, table):
 
 
 def main():
-    """Runs the tests and prints each verdict."""
+    """Runs the tests of the task on standard input and prints each verdict as a line of the nonce and JSON, and "end"
+    last."""
     task = json.load(sys.stdin)
     out, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

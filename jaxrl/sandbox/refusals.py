@@ -34,7 +34,8 @@ def refusal(what: str, cause) -> SandboxError:
 
     Args:
       what: the failed action.
-      cause: an exception, or bubblewrap's output.
+      cause: an exception, or bubblewrap's output, of which the last 300 characters are shown. The first of REMEDIES
+        that matches them gives the remedy.
     """
     text = str(cause).strip()[-300:]
     remedy = next((remedy for pattern, remedy in REMEDIES if re.search(pattern, text)), ELSEWHERE)

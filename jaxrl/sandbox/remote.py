@@ -24,7 +24,17 @@ RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are r
 
 
 def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, settings: Settings) -> RunResult:
-    """Runs one program on the service. Raises SandboxError."""
+    """Runs one program on the service.
+
+    Args:
+      argv: the program and its arguments; "python" is the service's interpreter.
+      stdin: its standard input. files: relative path -> content, in its folder.
+      limits: of the run; a reply is waited for limits.seconds and GRACE_SECONDS. SandboxFusion receives seconds and
+        memory_mb alone; output_bytes is applied here as well.
+      settings: url, api ("jaxrl" or "fusion"), key_env and retries.
+
+    Raises SandboxError if the key's variable is not set, or no try gives a valid reply.
+    """
     message, read = {"jaxrl": (_ours, _read_ours), "fusion": (_fusion, _read_fusion)}[settings.api]
     place, body = message(argv, stdin, files, limits)
     url = settings.url.rstrip("/")

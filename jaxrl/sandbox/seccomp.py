@@ -45,7 +45,10 @@ NUMBER, ARCH, ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; of the low 
 
 
 def program(machine: str = "") -> bytes | None:
-    """Returns struct sock_filter[] for this machine; None if its call numbers are not known."""
+    """Returns struct sock_filter[] for a machine; None if its call numbers are not known.
+
+    machine: "x86_64" or "aarch64" as platform.machine() has it; "" = this one. Refused calls fail with EPERM, clone3
+    and x32 calls with ENOSYS, sockets of other families with EAFNOSUPPORT; a call of another architecture kills."""
     if (machine or platform.machine()) not in ARCHITECTURES:
         return None
     column, arch = ARCHITECTURES[machine or platform.machine()]

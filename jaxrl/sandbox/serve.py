@@ -24,7 +24,9 @@ CONNECTIONS = 512
 
 
 def server(host: str, port: int, at_once: int, key: str = "") -> Server:
-    """Returns a server for requests with the key ("" = all requests) that runs `at_once` programs at a time."""
+    """Returns a server for requests with the key ("" = all requests) that runs `at_once` programs at a time. It replies
+    401 to a missing or wrong key, 404 to another path than /run, 405 to another method than POST. host: address to
+    listen on, "" = all."""
     def admit(request: Request) -> Reply | None:
         if key and not request.has_key(key):
             return error(401, "the bearer token is missing or wrong")
@@ -36,7 +38,8 @@ def server(host: str, port: int, at_once: int, key: str = "") -> Server:
 
 
 def answer(request: Request) -> Reply:
-    """Runs the request's program and returns the reply."""
+    """Runs the request's program and returns the reply: 200 with exit, stdout, stderr and limit as JSON, 400 for
+    invalid arguments, 503 if the sandbox failed."""
     try:
         task = json.loads(request.body)
         files = {name: base64.b64decode(data) for name, data in task["files"].items()}
@@ -49,7 +52,8 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
-    """Starts the service from the command line."""
+    """Starts the service from the command line, with the bwrap sandbox. Raises SandboxError if that does not isolate
+    programs."""
     parser = argparse.ArgumentParser(description="Runs programs of other machines in this machine's sandbox.")
     parser.add_argument("--port", type=int, default=8700)
     parser.add_argument("--at-once", type=int, default=os.cpu_count())

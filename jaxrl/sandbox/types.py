@@ -15,7 +15,7 @@ class Limits:
 
     Attributes:
       seconds: wall clock.
-      cpu_seconds: of each process.
+      cpu_seconds: of each process, in processor time.
       memory_mb: MiB, of each process and of all together.
       disk_mb: MiB of its files.
       output_bytes: of standard output and standard error together.
@@ -49,7 +49,15 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The config's `sandbox` without the limits; see jaxrl/config/schema.py."""
+    """The config's `sandbox` without the limits.
+
+    Attributes:
+      backend: "bwrap", "rlimits" or "remote".
+      paths: further paths that programs may read (bwrap).
+      url, api, key_env: of the service (remote): its address, its protocol ("jaxrl" or "fusion"), the environment
+        variable with its key, "" = none.
+      retries: of a request without a valid reply (remote).
+    """
 
     backend: str = "bwrap"
     paths: tuple[str, ...] = ()

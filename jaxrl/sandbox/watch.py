@@ -19,9 +19,14 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
           own: int = 0) -> tuple[bytes, bytes, str]:
     """Waits until the program ended or was killed. Returns (stdout, stderr, the limit it hit or "").
 
+    Each stream is cut to limits.output_bytes, which bounds both together. "seconds", "output_bytes", "processes" and
+    "memory_mb" are noticed here; memory and processes are looked at every POLL_SECONDS.
+
     Args:
       process: with pipes for its three streams.
-      deadline: time.monotonic().
+      stdin: is written to it.
+      limits: of which output_bytes, processes and memory_mb are read.
+      deadline: time.monotonic() at which it has used limits.seconds.
       kill: kills the program and its child processes.
       own: number of its processes that are not the program's.
     """

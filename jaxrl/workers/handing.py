@@ -20,8 +20,8 @@ from jaxrl.errors import ConfigError
 
 
 class FunctionFolder:
-    """Folder for functions passed from Python: `<run_dir>/<name>`, or a temporary folder (removed by `cleanup`) if
-    run_dir is empty or a URL. Created on first use.
+    """Folder for the source of functions passed from Python: `<run_dir>/<name>`, or a temporary folder (removed by
+    `cleanup`) if run_dir is empty or a URL. Created on first use.
     """
 
     def __init__(self, run_dir: str, name: str = "reward_functions"):
@@ -37,7 +37,7 @@ class FunctionFolder:
         return Path(self._temporary.name)
 
     def cleanup(self) -> None:
-        """Removes a temporary folder."""
+        """Removes the folder if it is a temporary one."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -49,6 +49,7 @@ def function_spec(fn, folder: FunctionFolder, who: str = "reward function", anno
     their source, with what they need, into `folder`.
 
     Args:
+      fn: a function. folder: receives its source.
       who: name of the function's kind in messages.
       annotations: whether the names in its annotations are needed too.
 
@@ -59,13 +60,14 @@ def function_spec(fn, folder: FunctionFolder, who: str = "reward function", anno
 
 
 def file_spec(spec: str) -> str:
-    """Returns a spec with the path of its file, if any, made absolute."""
+    """Returns a spec, 'file.py:name', with the path of its file made absolute and ~ replaced; other specs unchanged."""
     place, _, name = spec.rpartition(":")
     return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else spec
 
 
 def check_place(field: str, spec: str) -> None:
-    """Checks 'package.module:name' or 'file.py:name' as far as possible without an import. Raises ConfigError."""
+    """Checks 'package.module:name' or 'file.py:name' as far as possible without an import. Raises ConfigError for a
+    file that does not exist, or a spec of another form. field: the option, for the message."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():

@@ -18,7 +18,8 @@ class LoadError(Exception):
 
 
 def load(spec: str):
-    """Returns the callable of 'package.module:name' or '/path/file.py:name'. Raises LoadError with the reason."""
+    """Returns the callable of 'package.module:name' or '/path/file.py:name'; name may be dotted. A file is executed
+    once per process, and its folder is appended to sys.path. Raises LoadError with the reason."""
     place, _, name = spec.rpartition(":")
     try:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
@@ -54,7 +55,8 @@ def _load_file(path: str):
 
 
 def number(value) -> float | None:
-    """Returns a number of any type as a float, else None."""
+    """Returns a number of any type as a float, array scalars and arrays of shape [] or [1] included, else None. A bool
+    is a number."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
         value = value.item()
     return float(value) if isinstance(value, (int, float)) else None
@@ -69,13 +71,13 @@ def safe_str(value) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text without unpaired surrogates, which no file or console accepts."""
+    """Returns the text with unpaired surrogates, which no file or console accepts, written as backslash escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def describe(error: BaseException, own=()) -> str:
     """Returns 'ValueError: text (file.py:12 in score)': type, text and the innermost place outside `own`
-    files and this one.
+    files and this one. Type and text are cut to 300 characters.
     """
     text = f"{type(error).__name__}: {safe_str(error)}".replace("\n", " ")
     if len(text) > 300:

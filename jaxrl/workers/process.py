@@ -49,7 +49,11 @@ PYTHON_VARIABLES = ("PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
 def environment(names, python: str = "") -> dict[str, str]:
-    """Returns a worker's environment: the variables Python needs, and the named ones."""
+    """Returns a worker's environment: the variables Python needs, the named ones, OMP_NUM_THREADS=1 if it is not set,
+    and JAX_PLATFORMS=cpu always.
+
+    names: of further variables of this process. python: another interpreter, which does not get PYTHON_VARIABLES; "" =
+    this one."""
     env = {k: v for k, v in os.environ.items() if ENVIRONMENT.fullmatch(k) or k in names}
     if python:
         env = {k: v for k, v in env.items() if k not in PYTHON_VARIABLES}
@@ -69,12 +73,15 @@ class BadReply(Exception):
 
 
 def excerpt(data: bytes) -> str:
-    """Returns the start of a message for display."""
+    """Returns the first 60 bytes of a message for display, quoted."""
     return repr(data[:60].decode("utf-8", "replace")) + "..." * (len(data) > 60)
 
 
 class PrintedOutput:
-    """File that receives what workers write to standard output and standard error."""
+    """File that receives what workers write to standard output and standard error. `lines` reads and empties it.
+
+    Attributes:
+      file: a temporary file without a buffer, in append mode."""
 
     def __init__(self):
         self.file = tempfile.TemporaryFile("a+b", buffering=0)
@@ -90,7 +97,8 @@ class PrintedOutput:
             os.ftruncate(self.file.fileno(), 0)
 
     def lines(self) -> list[str]:
-        """Returns the lines printed since the last call; first how much was dropped."""
+        """Returns the lines printed since the last call, of the last MiB of text, and empties the file; first how much
+        `bound` dropped."""
         size, dropped = os.fstat(self.file.fileno()).st_size, self._dropped
         lines = [f"({dropped >> 20} MiB of printed text were dropped)"] if dropped else []
         self._dropped = 0
@@ -101,13 +109,18 @@ class PrintedOutput:
         return lines + text.splitlines()
 
     def last(self) -> str:
-        """Returns the last printed lines as the end of a message."""
+        """Returns the last ten printed lines as the end of a message, "" without any; empties the file."""
         lines = self.lines()[-10:]
         return "\nlast output of the workers:\n  " + "\n  ".join(lines) if lines else ""
 
 
 class Channel(abc.ABC):
-    """JSON lines to and from a worker."""
+    """JSON lines to and from a worker.
+
+    Attributes:
+      descriptors: (to the worker, from it), both non-blocking.
+      lost: whether it ended with its host, not because of its code.
+    """
 
     descriptors: tuple[int, int]  # to the worker, from it; both are non-blocking
     lost = False  # it ended with its host, not because of its code
@@ -132,7 +145,8 @@ class Channel(abc.ABC):
         """Kills the worker and waits for its end. Only for the thread that created it."""
 
     def send(self, message: str, deadline: float) -> None:
-        """Sends one line of JSON. Raises ReplyTimeout or WorkerDied."""
+        """Sends one line of JSON. Raises ReplyTimeout if the worker does not read it before the deadline
+        (time.monotonic()), WorkerDied if it has ended."""
         data = memoryview(message.encode() + b"\n")
         while data:
             try:
@@ -143,8 +157,11 @@ class Channel(abc.ABC):
                 raise WorkerDied(self.how()) from None
 
     def receive(self, deadline: float, task: int | None = None) -> dict:
-        """Returns the next message, which must be a reply to the task of this number. A reply that has arrived is
-        returned even after the deadline.
+        """Returns the next message, which must be a reply to the task of this number (None: without one). A reply that
+        has arrived is returned even after the deadline (time.monotonic()).
+
+        Raises ReplyTimeout at the deadline, WorkerDied if the worker has ended, BadReply for a message that is no JSON
+        object, has another number, or exceeds MAX_REPLY_BYTES.
         """
         while b"\n" not in self._buffer:
             try:
@@ -173,7 +190,7 @@ class Channel(abc.ABC):
                 raise ReplyTimeout
 
     def ended(self) -> bool:
-        """Returns whether the worker ended while idle."""
+        """Returns whether the worker ended while idle; what it has sent is kept for `receive`."""
         try:
             data = os.read(self.descriptors[1], 1 << 16)
         except BlockingIOError:
@@ -191,7 +208,7 @@ class WorkerProcess(Channel):
     Args:
       module: its `main()` runs in the worker.
       printed: receives its standard error.
-      env: its environment, see `environment`.
+      env: its whole environment, as `environment` returns it.
       memory_gb: limit of the worker with its child processes; 0 = none (Linux only).
       group, who: option group and kind of worker ("reward", "a reward"), for messages.
       python: another interpreter, "" = this one.

@@ -21,11 +21,13 @@ POLL_SECONDS = 0.2  # seconds for which an actor waits for lines before it retur
 
 
 def join(options, group: str) -> None:
-    """Connects this process to the Ray cluster of options.ray_address, once. Raises ConfigError.
+    """Connects this process to the Ray cluster of options.ray_address, once.
 
     Args:
       options: config.env or config.reward.
       group: its name.
+
+    Raises ConfigError if ray is not installed, no cluster responds, or it has fewer CPUs than workers * ray_cpus.
     """
     try:
         import ray
@@ -49,7 +51,10 @@ class RemoteProcess(Channel):
     end two threads connect to the actor.
 
     Args:
-      module, printed, memory_gb, group, who, python: see WorkerProcess.
+      module: its `main()` runs in the worker. printed: receives its standard error.
+      memory_gb: limit of the worker with its child processes; 0 = none.
+      group, who: option group and kind of worker ("reward", "a reward"), for messages.
+      python: another interpreter on its host, "" = the actor's.
       named: environment variables in addition to what Python needs, which its host provides.
       cpus: CPUs that Ray reserves.
       table: class of the memory that the worker shares with its actor (worker.Seats).
@@ -141,7 +146,8 @@ class Host:
     """The actor: runs a worker process on its host.
 
     Args:
-      module, memory_gb, group, who, python: see WorkerProcess.
+      module: its `main()` runs in the worker. memory_gb: limit of it with its child processes; 0 = none.
+      group, who: option group and kind of worker, for messages. python: another interpreter, "" = this one.
       named: environment variables in addition to what Python needs.
       table: class of the memory that the worker shares with this actor (worker.Seats), or None.
     """
@@ -187,7 +193,8 @@ class Host:
                     return
 
     def write(self, data: bytes) -> None:
-        """Sends bytes to the worker."""
+        """Sends bytes to the worker, waiting until it has started and reads them. Bytes for one that has ended are
+        dropped."""
         with self._state:
             while self._process is None and not self._why:
                 self._state.wait(POLL_SECONDS)
@@ -206,7 +213,8 @@ class Host:
                     return
 
     def read(self) -> tuple[bytes, dict[int, float], bytes, str]:
-        """Returns (lines, the table's ages, printed text, how it ended or "")."""
+        """Returns (bytes of the worker's lines, the table's ages, printed text, how it ended or ""); waits up to
+        POLL_SECONDS for lines. Each call returns what is new."""
         with self._state:
             if not self._out and not self._why:
                 self._state.wait(POLL_SECONDS)

@@ -24,9 +24,11 @@ STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def function_digest(fn, spec: str, before: set[str]) -> str:
-    """Returns the digest of a function's code.
+    """Returns the digest of a function's code, of the Python version and of everything that it imports: user code by
+    its parsed source, installed packages by name, version and size of the file.
 
     Args:
+      fn: the function.
       spec: 'module:name', 'file.py:name' or a registered name.
       before: names of the modules loaded before the user's (`sources.digest`).
     """

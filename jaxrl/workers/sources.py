@@ -19,6 +19,7 @@ def digest(functions, before: set[str], files=()) -> str:
     User code counts by content, installed packages by the sizes of their files; the folder of a file does not count.
 
     Args:
+      functions: callables of the user.
       before: names of the modules that were loaded earlier.
       files: further files.
     """

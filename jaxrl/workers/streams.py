@@ -16,7 +16,9 @@ CHANNEL_LOST = 252  # exit status: the streams to the parent were closed by some
 
 
 def begin(kind: str) -> None:
-    """Sets up a worker process: every worker calls it first."""
+    """Sets up a worker process: it ends with its parent and ignores SIGTERM. Every worker calls it first.
+
+    kind: of worker, stored in RUNNING, from which user files see that they must not start a job."""
     global RUNNING
     RUNNING = kind
     die_with_parent()
@@ -34,13 +36,19 @@ def die_with_parent() -> None:
 class Replies:
     """The stream to the parent. Only the process that opened it may write: a forked child that returns from
     user code exits here.
+
+    fd: of the stream, from `private_descriptors`.
+
+    Attributes:
+      task: number of the task that replies are for, which every message carries; None before the first one.
     """
 
     def __init__(self, fd: int):
         self._out, self._owner, self.task = os.fdopen(fd, "w", encoding="utf-8"), os.getpid(), None
 
     def send(self, message: dict) -> None:
-        """Sends a message."""
+        """Sends a message as one JSON line that carries the number `task`. Ends the process with status 1 if it is not
+        the one that opened the stream."""
         if os.getpid() != self._owner:
             os._exit(1)
         self._out.write(json.dumps({"task": self.task, **message}) + "\n")
@@ -56,7 +64,9 @@ class Replies:
 
 
 def private_descriptors() -> tuple[int, int]:
-    """Moves the protocol's streams away from descriptors 0 and 1, which user code may use, and returns them."""
+    """Moves the protocol's streams away from descriptors 0 and 1, which user code may use, and returns them: (to read,
+    to write). Standard input is empty afterwards, and standard output goes to standard error; forked children lose
+    both streams."""
     streams = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -22,7 +22,8 @@ def supervise(memory: int) -> None:
     """Forks; the child returns and becomes the worker, the parent supervises it.
 
     The parent stays until the worker ends, the trainer sends END or is gone, or worker and descendants use more than
-    `memory` bytes (0 = no limit). Then it kills all of them and exits as the worker did.
+    `memory` bytes (0 = no limit). Then it kills all of them and exits as the worker did, with 0 after END and with
+    TOO_LARGE over the limit. Does nothing on other systems than Linux.
     """
     if sys.platform != "linux":
         return
@@ -61,7 +62,7 @@ def _watch(worker: int, memory: int) -> int:
 
 
 def process_tree(pid: int, most: int = 1 << 20) -> list[int]:
-    """Returns the ids of a process and its descendants; the search stops after `most`."""
+    """Returns the ids of a process and its descendants, in levels; the search stops once there are more than `most`."""
     pids = [pid]
     for one in pids:
         pids += children(one)
@@ -71,7 +72,8 @@ def process_tree(pid: int, most: int = 1 << 20) -> list[int]:
 
 
 def memory_held(pids: list[int]) -> int:
-    """Returns the bytes of memory that processes use; shared memory counts once."""
+    """Returns the bytes of memory that processes use, as /proc tells; shared memory counts once. A process that is gone
+    counts 0."""
     resident = sum(_resident(pid) for pid in pids)
     return resident if len(pids) == 1 else min(resident, sum(map(_share, pids)))
 
@@ -94,7 +96,7 @@ def _share(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the ids of a process's children."""
+    """Returns the ids of a process's children, of all its threads; [] if it is gone."""
     try:
         found = []
         for task in os.listdir(f"/proc/{pid}/task"):

@@ -13,7 +13,8 @@ log = logging.getLogger("jaxrl")
 def blank(batch: list, episodes: bool = False) -> list:
     """Returns the rows that have images with grey ones of the same sizes.
 
-    batch: [(position, Example)]. episodes: whether episodes show images: then all rows, and what they show is grey.
+    batch: [(position, Example)]. episodes: whether episodes show images: then all rows, and what they show is grey. A
+    picture is grey by a bit of its number (source.BLANK), every pixel having the value source.GREY.
     """
     grey = [(i, e if e.images is None else _with(e, e.images.numbers | BLANK)) for i, e in batch
             if episodes or e.images is not None]
@@ -21,8 +22,10 @@ def blank(batch: list, episodes: bool = False) -> list:
 
 
 def swapped(batch: list, episodes: bool = False) -> list:
-    """Returns the rows that have images with those of another row, of the same sizes; rows without a partner are left
-    out. Arguments as of `blank`; episodes have no partner."""
+    """Returns the rows that have images with those of another row, of the same grids of patches, in the order of their
+    positions; rows without a partner are left out. `own_images` keeps the row's.
+
+    batch: [(position, Example)]. episodes: not read: what episodes show is not swapped."""
     alike: dict[bytes, list] = {}
     for i, example in batch:
         if example.images is not None:
@@ -39,9 +42,11 @@ CONTROLS = {"blank": blank, "swapped": swapped}
 
 
 def with_own_pictures(traj, examples):
-    """Returns the Trajectories of a control with the rows' own pictures, for those who judge completions.
+    """Returns the Trajectories of a control with the rows' own pictures, for those who judge completions: grey ones
+    are shown again, and swapped ones exchanged for Example.own_images. Unchanged without pictures.
 
-    examples: Example of each trajectory.
+    examples: Example of each trajectory. The i-th is taken for the i-th sequence, so a swapped trajectory must be one
+    sequence.
     """
     if traj.pictures is None:
         return traj
@@ -55,7 +60,7 @@ def with_own_pictures(traj, examples):
 def controlled(config, name: str, batch: list) -> dict[str, list]:
     """Returns {"": the rows, "/<control>": those of each of eval.controls that has any}.
 
-    batch: [(position, Example)] of the held-out set `name`.
+    config: of the job. batch: [(position, Example)] of the held-out set `name`. Warns of a control that has no rows.
     """
     out = {"": batch}
     for control in config.eval.controls:

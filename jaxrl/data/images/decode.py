@@ -34,7 +34,8 @@ class Picture(NamedTuple):
       digest: 16 bytes of pixels and grid.
       grid: (rows, columns) of patches.
       stored: (height, width) of the upright image before it was resized.
-      patches: [N, C * p * p] uint8, see resize.cut.
+      patches: [N, C * p * p] uint8, channels, then the pixels of a patch, in the order of resize.cut; of T frames that
+        a patch holds [N, C * T * p * p].
     """
 
     digest: bytes
@@ -67,7 +68,9 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
 
 
 def pixels_of(image: Image, limit: int) -> np.ndarray:
-    """Returns the upright image in RGB, uint8 [H, W, 3]. Raises ImageError naming the reason if it cannot be read."""
+    """Returns the upright image in RGB, uint8 [H, W, 3]. An array keeps its values, without alpha; grey is repeated.
+
+    limit: most pixels of a stored image. Raises ImageError naming the reason if it cannot be read."""
     if isinstance(image.pixels, np.ndarray):
         height, width = image.pixels.shape[:2]
         _checked_size(width, height, limit)
@@ -80,14 +83,22 @@ def pixels_of(image: Image, limit: int) -> np.ndarray:
 
 
 def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
-    """Decodes, resizes and cuts an image. Raises ImageError."""
+    """Decodes an image, resizes it by a rule and cuts it into patches.
+
+    limit: most pixels of a stored image. Raises ImageError if it cannot be read or has no allowed size."""
     return picture_of_frames([image], rule, limit, rule.size)
 
 
 def picture_of_frames(frames: Sequence[Image], rule: Rule, limit: int, size: Callable[..., tuple[int, int]]) -> Picture:
-    """Decodes, resizes and cuts the frames that a patch holds. Raises ImageError.
+    """Decodes, resizes and cuts the T frames that a patch holds together.
 
-    size: stored height and width -> those of the resized frames.
+    Args:
+      frames: all of one size; with one, patches are [N, C * p * p].
+      rule: patch size, merging and resampling.
+      limit: most pixels of a stored image.
+      size: stored height and width -> those of the resized frames.
+
+    Raises ImageError for a frame that cannot be read.
     """
     pixels = [pixels_of(frame, limit) for frame in frames]
     stored = pixels[0].shape[:2]
@@ -102,13 +113,16 @@ def picture_of_frames(frames: Sequence[Image], rule: Rule, limit: int, size: Cal
 
 
 def together(frames: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns [N, C * T * p * p] patches of T frames from those of each, [N, C * p * p]."""
+    """Returns the [N, C * T * p * p] patches of T frames, numbers ordered by (channel, frame, pixel).
+
+    frames: of each frame its patches, [N, C * p * p], with C = 3."""
     return np.stack([own.reshape(len(own), 3, -1) for own in frames], axis=2).reshape(len(frames[0]), -1)
 
 
 def animation(image: Image) -> tuple[float, ...] | None:
-    """Returns the time of each frame of an animated GIF or WebP in seconds, by the durations in the file; None for a
-    still image. Raises ImageError for a file that cannot be read."""
+    """Returns the time of each frame of an animated GIF or WebP in seconds from the first, by the durations in the
+    file (0.1 s for a frame without one); None for a still image or an array. Raises ImageError for a file that cannot
+    be read."""
     if isinstance(image.pixels, np.ndarray):
         return None
     with _opened(image, sys.maxsize) as (opened, _):
@@ -145,7 +159,8 @@ def as_text(value) -> str | list:
 
 
 def upright(file: bytes):
-    """Returns the image of a file that was examined before: of Pillow, upright, in RGB."""
+    """Returns the image of a file as an upright PIL.Image.Image in RGB. Neither format nor size is checked: the file
+    must have been examined before."""
     from PIL import ImageOps
     return ImageOps.exif_transpose(_pillow().open(io.BytesIO(file))).convert("RGB")
 

@@ -39,6 +39,7 @@ class Tokens(NamedTuple):
 
     @property
     def text(self) -> str:
+        """An image of one image token: start, pad, end."""
         return self.start + self.pad + self.end
 
     @property
@@ -59,7 +60,12 @@ TOKENS = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe"
 
 class Escaped(NamedTuple):
     """Messages in whose text characters stand in for the image token and for what a template writes for an image: the
-    same one where these are the same; and for the token of a video."""
+    same one where these are the same; and for the token of a video.
+
+    Attributes:
+      messages: with the characters in their texts.
+      stand_ins: (of the image token, of what a template writes for an image) and, if the family reads videos, of the
+        video token."""
 
     messages: list[dict]
     stand_ins: tuple[str, ...]
@@ -70,7 +76,10 @@ def escape(messages: list[dict], tokens: Tokens) -> Escaped:
     rendered text it only stands for images.
 
     Args:
-      messages: of read.split_prompt.
+      messages: of read.split_prompt. Texts anywhere in them count, also in tool calls.
+      tokens: what the family writes for an image.
+
+    Raises PromptError if the messages leave fewer than three characters that could stand in.
     """
     texts = [text for message in messages for text in _texts(message)]
     free = [c for c in STAND_INS if not any(c in text for text in texts)]
@@ -101,7 +110,11 @@ def restore(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens, images: i
             videos: Sequence[str] = ()) -> tuple[str, list[bool]]:
     """Returns (the text as the tokenizer reads it, for each image or video token in it whether it is a picture's).
 
-    videos: of each video what its token becomes: one video token for each group of frames, and text between them.
+    Args:
+      rendered: what the chat template wrote of escaped messages.
+      stand_ins: of Escaped. tokens: what the family writes for an image.
+      images: number of images in the messages.
+      videos: of each video what its token becomes: one video token for each group of frames, and text between them.
 
     Raises ImageError if the template did not write every image and every video once.
     """
@@ -126,7 +139,10 @@ def restore(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens, images: i
 
 
 def spelled(rendered: str, stand_ins: tuple[str, ...], tokens: Tokens) -> str:
-    """Returns what a chat template wrote of escaped messages as the tokenizer reads it."""
+    """Returns what a chat template wrote of escaped messages as the tokenizer reads it: what stands for an image
+    becomes Tokens.expanded, with one image token, and stand-ins become the texts that they replaced.
+
+    stand_ins: of Escaped. tokens: what the family writes for an image."""
     of_pad, of_marker, *of_video = stand_ins
     whole = rendered.replace(tokens.written, tokens.expanded).replace(of_pad, tokens.pad)
     for char in of_video:

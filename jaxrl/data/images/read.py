@@ -83,8 +83,10 @@ def images_of(cell, root: Path | None) -> list[Image]:
 
 
 def image_of(value, root: Path | None) -> Image:
-    """Returns the image of a value in one of the module's forms, unread. Arguments and errors as of `images_of`; a list
-    is an error, too."""
+    """Returns the image of a value in one of the module's forms, unread.
+
+    root: folder that paths are relative to and must lie in, after symbolic links are resolved; None refuses paths.
+    Raises ImageError for a list, a value in no known form, a URL, and a path outside `root` or without a file."""
     if isinstance(value, dict):
         held = {k: v for k, v in value.items() if v is not None}
         if not held or held.keys() - {"bytes", "path"}:
@@ -190,7 +192,7 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
       prompt: text or chat messages.
       column: images of the row's column, unread.
       marker: text that stands for an image.
-      root: folder of relative paths, as for `images_of`.
+      root: folder that paths are relative to and must lie in; None refuses paths.
       videos: videos of the row's column, unread.
       video_of: (value of a part, root, the part) -> a video; None = the model reads no videos.
 

@@ -27,8 +27,17 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What turns pixels into patches. `least` and `most` bound the pixels of a resized image, unless every image
-    becomes a square of `side` pixels."""
+    """What turns pixels into patches.
+
+    Attributes:
+      patch: pixels per side of a patch.
+      merge: patches per side of an image token.
+      frames: frames that a patch holds; a still image is repeated so often.
+      least, most: bounds of the pixels H * W of a resized image, not read if `side` is set.
+      mean, std: per channel, of pixels divided by 255.
+      resample: Pillow's number of the filter, BILINEAR or BICUBIC.
+      side: pixels per side of the square that every image becomes; 0 = an image keeps its proportions, roughly.
+    """
 
     patch: int
     merge: int = 2
@@ -46,8 +55,11 @@ class Rule:
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Returns (height, width) of the resized image, multiples of `factor`. Raises ImageError for one pixel and for
-        a side more than LONGEST times the other."""
+        """Returns (height, width) of the resized image: (side, side), or multiples of `factor` near the stored sides,
+        shrunk or grown in proportion where their product is not within `least` and `most`.
+
+        Raises ImageError for an image without pixels or of one, and, without `side`, for a side more than LONGEST
+        times the other."""
         if not height or not width or height * width == 1:
             raise ImageError(f"an image of {width}x{height} pixels")
         if self.side:
@@ -65,12 +77,13 @@ class Rule:
         return new[0], new[1]
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the (rows, columns) of patches of an image of this stored size."""
+        """Returns the (rows, columns) of patches of an image of this stored size in pixels. Raises ImageError for a
+        size that `size` refuses."""
         new = self.size(height, width)
         return new[0] // self.patch, new[1] // self.patch
 
     def tokens(self, grid: tuple[int, int]) -> int:
-        """Returns the number of image tokens of a grid."""
+        """Returns the number of image tokens of a grid of patches: rows x columns / merge^2."""
         return grid[0] * grid[1] // self.merge**2
 
 
@@ -148,7 +161,7 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
 
 
 def as_fields(rule: Rule) -> dict:
-    """Returns the content of a preprocessor_config.json that says what a rule does."""
+    """Returns the fields of a preprocessor_config.json that says what a rule does."""
     if rule.side:
         return {"image_processor_type": SERVED_OF_SQUARES["image_processor_type"][0], "image_mean": rule.mean,
                 "image_std": rule.std, "resample": rule.resample, "size": {"height": rule.side, "width": rule.side}}
@@ -202,7 +215,9 @@ def _check(rule: Rule, name: str) -> None:
 
 def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
     """Cuts a resized image into patches, [N, C * p * p] uint8, in the order of merged blocks: N runs over (H / mp,
-    W / mp, m, m), numbers within a patch over (C, p, p)."""
+    W / mp, m, m), numbers within a patch over (C, p, p).
+
+    pixels_HxWxC: uint8, H and W multiples of rule.factor (m * p). rule: of which patch (p) and merge (m) are read."""
     height, width, channels = pixels_HxWxC.shape
     m, p = rule.merge, rule.patch
     blocks = pixels_HxWxC.reshape(height // (m * p), m, p, width // (m * p), m, p, channels)
@@ -210,8 +225,11 @@ def cut(pixels_HxWxC: np.ndarray, rule: Rule) -> np.ndarray:
 
 
 def join(patches: np.ndarray, grid: tuple[int, int], merge: int, frames: int = 1) -> np.ndarray:
-    """Returns the [H, W, 3] uint8 pixels that `cut` cut, of several frames in a patch the first. grid: rows and columns
-    of patches. merge: Rule.merge."""
+    """Returns the [H, W, 3] uint8 pixels that `cut` cut, of several frames in a patch the first.
+
+    Args:
+      patches: [N, 3 * frames * p * p] uint8, N = rows x columns, in the order of `cut`.
+      grid: rows and columns of patches. merge: Rule.merge. frames: that a patch holds."""
     (rows, columns), p = grid, math.isqrt(patches.shape[1] // (3 * frames))
     first = patches.reshape(len(patches), 3, frames, -1)[:, :, 0]
     blocks = first.reshape(rows // merge, columns // merge, merge, merge, 3, p, p)

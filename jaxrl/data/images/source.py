@@ -32,8 +32,12 @@ GREY = 128
 
 
 class RowImages(NamedTuple):
-    """The images of a row and the groups of frames of its videos, unread; which image tokens of its prompt's rendered
-    text are theirs; their tokens."""
+    """The pictures of a row, unread.
+
+    Attributes:
+      images: its images, and the groups of frames of its videos.
+      marks: for each image or video token in the prompt's rendered text whether it is a picture's; else it is text.
+      tokens: what the model's family writes for an image."""
 
     images: list[Image | Clip]
     marks: list[bool]
@@ -109,7 +113,8 @@ class ImageSource:
         return next((name for name in self.columns if row.get(name) is not None), self.column)
 
     def register(self, dataset) -> int:
-        """Returns the number of a data set, whose `tables` and `reader` make its pictures later."""
+        """Returns the number of a data set, which becomes a part of its pictures' numbers; its `tables` and `reader`
+        make its pictures later."""
         self._sets.append(dataset)
         return len(self._sets) - 1
 
@@ -156,7 +161,8 @@ class ImageSource:
             self.use_videos()
 
     def use(self, why: str) -> None:
-        """Declares that the job has images. Raises ConfigError for a tokenizer without an image token."""
+        """Declares that the job has images. Raises ConfigError for a tokenizer without an image token. why: begin of
+        its message."""
         if not self._is_token(self.tokens.pad):
             raise ConfigError(f"{why}, and {self.tokens.pad!r} is not one token of the tokenizer; give "
                               "model.tokenizer, that of a model with a tower for images")
@@ -174,7 +180,8 @@ class ImageSource:
         return token is not None and self.tokenizer(text, add_special_tokens=False)["input_ids"] == [token]
 
     def flat(self, found: list[Image | Video]) -> list[Image | Clip]:
-        """Returns the pictures of a prompt: its images, and of each video the groups of frames that are taken."""
+        """Returns the pictures of a prompt: its images, and of each video the groups of frames that are taken. Raises
+        ImageError for more than fit into a picture's number (1 << OF_NUMBER)."""
         out = []
         for one in found:
             out += self.sampling.clips(one)[0] if isinstance(one, Video) and self.sampling else [one]
@@ -186,8 +193,12 @@ class ImageSource:
     def rendered(self, images: list[Image | Video], messages, render) -> tuple[str, RowImages]:
         """Returns (the text of a prompt, its RowImages).
 
-        images: of the prompt, and of the messages after it where those are trained on. render: messages -> text, as the
-        chat template writes it.
+        Args:
+          images: of the prompt, and of the messages after it where those are trained on.
+          messages: of `split`.
+          render: messages -> text, as the chat template writes it.
+
+        Raises ImageError if the template does not write every image and every video once.
         """
         clean = escape(messages, self.tokens)
         parts = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
@@ -211,8 +222,9 @@ class ImageSource:
         return "".join(f"<{time:.1f} seconds>{own.start}{own.video}{own.end}" for time in times)
 
     def grids(self, found: RowImages) -> np.ndarray:
-        """Returns of a row's pictures [I, 3] rows and columns of patches, from their headers, and the delay of a group
-        of frames (Clip.delay; of an image -1). Raises ImageError."""
+        """Returns of a row's pictures [I, 3] int64: rows and columns of patches, from their headers, and the delay of a
+        group of frames (Clip.delay; of an image -1). Raises ImageError for a file that cannot be used, and for frames
+        of one video with different sizes. found: the row's pictures, unread."""
         out, seen = [], {}
         for image in found.images:
             if isinstance(image, Clip):
@@ -235,7 +247,13 @@ class ImageSource:
         return new[0] // self.rule.patch, new[1] // self.rule.patch
 
     def expand(self, ids: list[int], found: RowImages, grids) -> tuple[list[int], list[int]]:
-        """Returns (ids with an image token for each feature, index of each image's first token). Raises ImageError."""
+        """Returns (ids with an image token for each feature, index of each image's first token).
+
+        Args:
+          ids: of the rendered prompt, with one image token per picture.
+          found: the row's pictures. grids: [I, 3] of `grids`, or more: those of later messages are left out.
+
+        Raises ImageError if the tokenizer does not make one id of each image token."""
         counts = [self.rule.tokens(tuple(grid)) for grid in grids[:sum(found.marks)]]
         return expand(ids, found.marks, counts, [self.tokenizer.convert_tokens_to_ids(pad) for pad in self.tokens.pads])
 
@@ -274,9 +292,12 @@ class ImageSource:
         return out, found
 
     def hold(self, image: Image, grey: bool = False) -> tuple[int, Image]:
-        """Returns (number of a picture, what the caller keeps as long as it uses the number).
+        """Returns (number of a picture that an environment shows, what the caller keeps as long as it uses the number).
 
-        grey: of a grey one of its size.
+        Only a weak reference is kept here: the picture cannot be made once nobody holds the second value.
+
+        image: a file, or its bytes; an image in memory fails an assertion. grey: the number of a grey picture of its
+        size.
         """
         encoded = image.encoded if image.path is None else image.path.read_bytes()
         assert encoded is not None, "an image in memory has a file first, see jaxrl.envs.pictures"
@@ -285,7 +306,8 @@ class ImageSource:
         return number | BLANK * grey, held
 
     def grid(self, number: int) -> tuple[int, int]:
-        """Returns the grid of a picture that is held, which is made now. Raises ImageError if it cannot be."""
+        """Returns the (rows, columns) of patches of a picture that is held, which is made now. Raises ImageError if it
+        cannot be."""
         return self._store.get([number])[0].grid
 
     def places_of(self, images) -> Places | None:
@@ -297,24 +319,30 @@ class ImageSource:
         return Places(firsts, np.array([image.grid for image in images], np.int64), numbers, kept)
 
     def pictures(self, places: list[Places | None]) -> Pictures | None:
-        """Returns the images of sequences, in their order; None if there is none."""
+        """Returns the images of sequences, in their order; None if there is none. places: of each sequence."""
         return Pictures.of(places, self)
 
     # ---- while a step is made
 
     def places(self, number: int, row: int, firsts, grids) -> Places:
-        """Returns the Places of a row's images. number: of its data set, see `register`. row: its number there. grids:
-        as `grids` returns them."""
+        """Returns the Places of a row's images.
+
+        Args:
+          number: of its data set, see `register`. row: its number there.
+          firsts: [I] index of each picture's first token. grids: [I, 3] rows and columns of patches and delays, as
+            `grids` returns them; Places.delays is -1 where they are negative, None if all are."""
         numbers = (((number << OF_ROW) + row) << OF_NUMBER) + np.arange(len(firsts))
         grids, delays = np.asarray(grids, np.int64)[:, :2], np.maximum(np.asarray(grids, np.int64)[:, 2], -1)
         return Places(np.asarray(firsts, np.int64), grids, numbers, delays=delays if (delays >= 0).any() else None)
 
     def patches(self, numbers) -> list[np.ndarray]:
-        """Returns the [N, width] uint8 patches of each picture. Raises RunStopped for one that cannot be decoded."""
+        """Returns the [N, width] uint8 patches of each picture, in the order of `numbers`. Raises RunStopped for one of
+        a row that cannot be decoded any more, or has another grid than when the data was prepared."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:
-        """Returns the files and sizes of a row's images, which are read when they are asked for."""
+        """Returns the files and sizes of a row's images, which are read when they are asked for; never grey ones.
+        places: of the row's images, None without any."""
         return RowFiles(self, [] if places is None else (places.numbers & ~BLANK).tolist())
 
     def _image(self, number: int) -> Image | Clip:
@@ -329,14 +357,15 @@ class ImageSource:
         return self._sets[row >> OF_ROW], row & (1 << OF_ROW) - 1, number & (1 << OF_NUMBER) - 1
 
     def sizes(self, number: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns (height, width) of an image of a row as it is stored, and as the model sees it."""
+        """Returns ((height, width) of an image of a row as it is stored, (height, width) as the model sees it), in
+        pixels; of a group of frames those of its first frame. Raises ImageError. number: of the picture."""
         image = self._image(number)
         stored = size_of(_first(image), self.limit)
         return stored, self._size(image, *stored)
 
     def file(self, number: int) -> bytes:
         """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a
-        frame of an animation, as PNG."""
+        frame of an animation, as PNG. number: of the picture."""
         image = _first(self._image(number))
         if image.frame:
             image = Image(pixels=pixels_of(image, self.limit))
@@ -374,13 +403,13 @@ class ImageSource:
 
 
 class RowFiles(NamedTuple):
-    """The images of a row as reward workers get them. numbers: of its pictures."""
+    """The images of a row as reward workers get them. source: reads them. numbers: of its pictures."""
 
     source: ImageSource
     numbers: list[int]
 
     def sizes(self) -> list:
-        """Returns of each image [stored, seen], each (height, width)."""
+        """Returns of each image (stored, seen), each (height, width) in pixels; stored upright."""
         return [self.source.sizes(number) for number in self.numbers]
 
     def files(self) -> list[str]:

@@ -19,6 +19,9 @@ class Store:
       limit: bytes of patches to keep. What one `get` asks for is kept until it returns, whatever its size.
       workers: threads that make pictures.
       make: key -> Picture; called in a thread. What it raises reaches every caller that waits, and is not kept.
+
+    Attributes:
+      made: number of pictures made since the start.
     """
 
     def __init__(self, limit: int, workers: int, make: Callable[[Any], Picture]):
@@ -29,7 +32,8 @@ class Store:
         self.made = 0  # pictures made since the start
 
     def get(self, keys: Sequence[Hashable]) -> list[Picture]:
-        """Returns the pictures of keys, in their order; those that are missing are made side by side."""
+        """Returns the pictures of keys, in their order; those that are missing are made side by side. Raises what
+        making one raises."""
         found = self.ask(keys)
         try:
             return [future.result() for future in found]
@@ -37,7 +41,8 @@ class Store:
             self._trim()
 
     def ask(self, keys: Sequence[Hashable]) -> list[Future[Picture]]:
-        """Begins to make the pictures that are missing and returns at once."""
+        """Begins to make the pictures that are missing and returns at once, a Future for each key. Pictures over the
+        limit are dropped at the end of the next `get` only."""
         with self._lock:
             return [self._future(key) for key in keys]
 

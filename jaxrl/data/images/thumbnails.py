@@ -22,7 +22,9 @@ log = logging.getLogger("jaxrl")
 
 
 def file_names(traj: Trajectories, kept: dict[int, str]) -> list[list[str]]:
-    """Returns the names of each trajectory's files, in the order of its images; "" for those that are not in `kept`."""
+    """Returns the names of each trajectory's files, in the order of its images; "" for those that are not in `kept`. An
+    image that several sequences of a trajectory show occurs once. kept: number of a picture -> name, of `save`. traj:
+    without pictures, each trajectory has an empty list."""
     return [[kept.get(number, "") for number in numbers] for numbers in _numbers(traj)]
 
 
@@ -34,6 +36,7 @@ def save(folder: Path, traj: Trajectories, scores, most: int) -> dict[int, str]:
       folder: run directory.
       traj: trajectories with pictures (`traj.pictures`).
       scores: [N] of the trajectories.
+      most: number of different images; 0 writes none.
 
     Returns:
       Number of a picture -> name of its file, relative to the run directory; {} if files cannot be written.

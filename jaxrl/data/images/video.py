@@ -42,7 +42,8 @@ class Video:
 
     @property
     def fps(self) -> float | None:
-        """Returns frames a second; None if times are not known or all frames have one."""
+        """Frames a second: the number of frames less one over (last time - first time); None if times are not known or
+        do not rise."""
         if self.times is None or self.times[-1] <= self.times[0]:
             return None
         return (len(self.times) - 1) / (self.times[-1] - self.times[0])
@@ -55,7 +56,8 @@ class Clip:
     Attributes:
       frames: T of them; where the video ends before, its last one again.
       first: the first frame that is taken of the whole video. count: how many are, which decides their size.
-      delay: as Pictures.delays; -2 = the first of its video.
+      delay: position in time behind the first group of its video, of groups that follow each other without text; -2
+        for the first group, and for all where a group's time is written before it (Sampling.whole).
     """
 
     frames: tuple[Image, ...]
@@ -75,9 +77,10 @@ class Sampling(NamedTuple):
 
     Attributes:
       rule: its least and most bound the pixels of a frame; of a video as a whole if `whole`.
-      whole: see rule. Then a group is preceded by its time, too ("<0.5 seconds>"), and is an image of its own.
+      whole: whether the bounds are those of the whole video (Qwen3-VL). Then a group is preceded by its time, too
+        ("<0.5 seconds>"), and is an image of its own.
       fps: frames taken a second; None = all frames.
-      least, most: frames taken.
+      least, most: bounds of the number of frames taken.
       per_second: positions that a second takes where groups follow each other without text; 0 = a group takes one.
     """
 
@@ -89,7 +92,8 @@ class Sampling(NamedTuple):
     per_second: float = 0.0
 
     def taken(self, video: Video) -> np.ndarray:
-        """Returns the indices of the frames that are taken, as transformers' video processors take them."""
+        """Returns the [n] int indices of the frames that are taken, as transformers' video processors take them: all if
+        they are no more than one group, or if `fps` is None and there are at most `most`; otherwise evenly spaced."""
         total, group = len(video.frames), self.rule.frames
         rate = video.fps or self.fps or RATE
         wanted = rate if self.fps is None else self.fps
@@ -104,7 +108,10 @@ class Sampling(NamedTuple):
         return np.float32(np.arange(math.ceil(total / step)) * step).astype(int)  # as torch.arange rounds
 
     def clips(self, video: Video) -> tuple[list[Clip], list[float]]:
-        """Returns (its groups of frames [G], of each the mean time of its first and last frame in seconds)."""
+        """Returns (its groups of frames [G], of each the mean time of its first and last frame in seconds).
+
+        The last group is filled up with the last frame that is taken. Frames without times are counted as taken at
+        `fps`, or RATE, a second."""
         indices, group = self.taken(video), self.rule.frames
         rate = video.fps or self.fps or RATE
         times = indices / rate if video.times is None else np.array(video.times)[indices]
@@ -121,7 +128,10 @@ class Sampling(NamedTuple):
         return clips, [float(times[own[0]] + times[own[-1]]) / 2 for own in places]
 
     def size(self, height: int, width: int, count: int) -> tuple[int, int]:
-        """Returns (height, width) of the resized frames of a video of `count` taken ones. Raises ImageError."""
+        """Returns (height, width) of the resized frames of a video of `count` taken ones, multiples of rule.factor.
+
+        rule.least and most bound the pixels of one frame, or, if `whole`, of all frames together. Raises ImageError for
+        sizes that rule.size refuses."""
         if not self.whole:
             return self.rule.size(height, width)
         factor, group = self.rule.factor, self.rule.frames
@@ -148,7 +158,8 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
     Args:
       data: options data.video_fps, data.video_max_frames and data.video_max_pixels.
-      rule: of images, see resize.rule_of.
+      model_type: of config.json, the family's name there.
+      rule: how images are resized and cut, from resize.rule_of.
       folder: of the checkpoint, whose video_preprocessor_config.json (or the video_processor of processor_config.json,
         or preprocessor_config.json) is read; None or without one: the family's defaults.
       tower: vision_config of its config.json.
@@ -193,7 +204,7 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
 
 def as_fields(sampling: Sampling) -> dict:
-    """Returns the content of a video_preprocessor_config.json that says how videos are taken."""
+    """Returns the fields of a video_preprocessor_config.json that says how videos are taken, resized and normalised."""
     kind = "Qwen3VLVideoProcessor" if sampling.whole else "Qwen2VLVideoProcessor"
     taken = {"fps": sampling.fps} if sampling.fps else {}
     own = {k: v for k, v in fields_of_images(sampling.rule).items() if k != "image_processor_type"}
@@ -224,7 +235,9 @@ def _stored(folder: Path | None) -> tuple[str, dict]:
 
 def videos_of(cell, root: Path | None) -> list[Video]:
     """Returns the videos of a column's cell: none for None, else one or those of a list, each as `video_of` takes it.
-    A list whose first entry is a still picture is one video."""
+    A list whose first entry is a still picture is one video.
+
+    root: folder that paths are relative to and must lie in; None refuses paths. Raises ImageError as `video_of`."""
     if cell is None:
         return []
     if isinstance(cell, list | tuple) and cell and (_holds_videos(cell[0]) or _moves(cell[0], root)):
@@ -260,7 +273,8 @@ def video_of(value, root: Path | None, extra: dict | None = None) -> Video:
     seconds of each frame}.
 
     Args:
-      root: as of read.images_of. extra: a content part, whose fps or times hold.
+      root: folder that paths are relative to and must lie in; None refuses paths.
+      extra: a content part, whose fps or times hold unless a table brings its own.
 
     Raises ImageError for a value in no known form, a video file, and times that do not rise.
     """
