@@ -150,9 +150,11 @@ class LocalTeacher(Role):
           student: () -> [T, K] ids of the student's most probable tokens; called only if `wants` is "at".
 
         Returns:
-          By `wants`: "hidden" {"teacher_hidden": [T, D] the states that predict them}; "logprob" {"teacher": [T], of the tokens
-          themselves}; "top" and "at" {"teacher_ids": [T, K] int32, -1 for ids that one model lacks; "teacher_logprobs":
-          [T, K]}.
+          By `wants`:
+            "hidden"       {"teacher_hidden": [T, D] the states that predict the tokens, in the compute dtype}
+            "logprob"      {"teacher": [T] float32, of the tokens themselves}
+            "top", "at"    {"teacher_ids": [T, K] int32, -1 for ids that one model lacks,
+                            "teacher_logprobs": [T, K] float32}
 
         Raises RunStopped for a token that the teacher has no id for."""
         if (beyond := int(traj.tokens.max())) >= (size := self.model.config.vocab_size):
