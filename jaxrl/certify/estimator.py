@@ -12,12 +12,12 @@ EXACT = 1e-9
 
 
 def differs(a, b) -> bool:
-    """Returns whether two arrays differ by more than EXACT, relative and absolute."""
+    """Returns whether two float arrays differ anywhere by more than EXACT + EXACT |b|."""
     return not np.allclose(a, b, rtol=EXACT, atol=EXACT)
 
 
 def each(case: Case, tokens) -> list[float]:
-    """Returns the advantage of the first sampled token of each completion."""
+    """Returns the advantage of the first sampled token of each completion, rounded to 6 digits. tokens: [T] float."""
     return [round(float(tokens[at[0]]), 6) for at in case.traj.sampled()]
 
 
