@@ -82,7 +82,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str]) -> Options:
-    """Parses a command line. Raises ConfigError."""
+    """Parses the arguments of `jaxrl serve tinker`. Raises ConfigError for unknown options and values out of bounds."""
     found: dict = {"config": {}, "names": ()}
     kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
              "unembed": str, "sampler": str, "image-tokens": int, "together": int, "sync": _seconds}
@@ -124,7 +124,9 @@ def _seconds(text: str) -> float | None:
 
 
 def config_of(options: Options):
-    """Returns the config of the base, the devices and the sampler."""
+    """Returns the config (editable) of the base, the devices and the sampler.
+
+    Raises ConfigError for --rank=0 with train.param_dtype other than fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
