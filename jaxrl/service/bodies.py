@@ -295,7 +295,15 @@ class Sample(NamedTuple):
 
 def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool,
            sight: Sight | None = None) -> Sample:
-    """Returns the sampling request of a body that `read` has checked. Raises Refused."""
+    """Returns the sampling request of a body that `read` has checked. Raises Refused (422).
+
+    At most the tokens that are left of `longest` after the prompt are sampled; max_tokens may ask for more.
+
+    Args:
+      eos_ids: the model's end tokens, which end a sample beside those of the request; a request with stop=[] has none.
+      longest: most tokens of prompt and sample. vocab: ids are below it. has_text: whether stop texts can be searched.
+      sight: service.images.Sight, which reads images; None = none are served.
+    """
     for name, (nothing, remedy) in NOT_SERVED.items():
         if body[name] != nothing:
             raise Refused(422, f"asample.{name}={body[name]!r} is not served here; {remedy}")
@@ -324,7 +332,13 @@ def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_t
 
 
 def prompt_tokens(prompt: dict, longest: int, vocab: int, sight: Sight | None) -> tuple[np.ndarray, Places | None]:
-    """Returns (the token ids [P] of a prompt's chunks, where images stand). Raises Refused."""
+    """Returns (the token ids [P] int32 of a prompt's chunks, the Places of its images; None without images).
+
+    Args:
+      longest: ids and image tokens are fewer than it. vocab: ids are below it. sight: reads images; None = refuses
+        them.
+
+    Raises Refused (422) for other chunks, ids out of range, and a prompt that is empty or too long."""
     parts, images = [], []
     chunks = read("prompt", prompt)["chunks"]
     if len(chunks) > longest:

@@ -23,7 +23,11 @@ DOING = {"start": "reading, loading, starting the engine", "rollout": "generatin
 
 
 class Progress:
-    """Counts this process's steps and estimates the remaining time from all but the first, which compiles."""
+    """Counts this process's steps and estimates the remaining time from all but the first, which compiles.
+
+    Args:
+      total_steps: what the run aims at. clock: seconds, monotonic.
+    """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
         self.total, self._clock = total_steps, clock
@@ -39,12 +43,12 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Returns the seconds since the start."""
+        """The seconds since the start."""
         return self._clock() - self.begin
 
     @property
     def left(self) -> float | None:
-        """Returns the remaining seconds, or None before the second step."""
+        """The remaining seconds at the mean pace so far, or None before the second step."""
         if self._first is None or self.step <= self._first[0]:
             return None
         pace = (self._clock() - self._first[1]) / (self.step - self._first[0])

@@ -116,6 +116,7 @@ class Telemetry:
         merges into it.
 
         Args:
+          scalars: metric -> number.
           phases: seconds by phase with their sum as `step`, from `Phases.take()`.
 
         Raises:
@@ -190,9 +191,9 @@ class Telemetry:
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of
-        many, evenly spaced ones.
-        """
+        """Passes distributions to the sinks that show them; of many numbers, evenly spaced ones.
+
+        values: name (names.HISTOGRAMS) -> [n] numbers."""
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
             for key, sink in self._sinks.items():
