@@ -62,7 +62,8 @@ def elsewhere(case: Case, mine, others):
 
 
 def order(loss: Loss) -> str:
-    """Tests the claim `order`: the order of completions does not change advantages. Raises Broken."""
+    """Tests the claim `order`: the order of completions does not change advantages by more than EXACT. Raises Broken.
+    """
     for lengths in SMALLEST[1:]:
         case = batch(lengths, vocab=16, turns=loss.turns)
         base = loss.advantage(loss.options, case)
@@ -77,7 +78,7 @@ def order(loss: Loss) -> str:
 
 
 def repeat(loss: Loss) -> str:
-    """Tests the claim `repeat`: the same scores give the same advantages twice. Raises Broken."""
+    """Tests the claim `repeat`: the same scores give the same advantages twice, to the bit. Raises Broken."""
     case = batch(SMALLEST[-2], vocab=16, turns=loss.turns)
     first, second = (loss.advantage(loss.options, case) for _ in range(2))
     if not np.array_equal(first, second):
