@@ -63,7 +63,16 @@ CHOICES = {"unembed": ("train", "leave-out"), "sampler": ("jax", "vllm")}
 
 
 class Options(NamedTuple):
-    """The command line. config: further options by dotted name."""
+    """The command line of `jaxrl serve tinker`, by the names of its options.
+
+    Attributes:
+      model: folder or hub id of the base. names: of the base model for clients; () = `model`.
+      rank: largest of an adapter; 0 = all parameters are trained. alpha: of every adapter, of scale alpha / rank.
+      max_length: most tokens of a sequence. image_tokens: most of a sequence, 0 = text alone.
+      together: most requests of one forward and backward pass.
+      sync: seconds within which the disk has a record of the journal; None = when the system writes it.
+      config: further options of jaxrl by dotted name.
+    """
 
     model: str
     names: tuple[str, ...] = ()
@@ -149,7 +158,11 @@ def config_of(options: Options):
 
 
 class Server(NamedTuple):
-    """A server that is built and not started. app: ASGI. worker: runs in the main thread."""
+    """A server that is built and not started.
+
+    Attributes:
+      app: the ASGI application. worker: service.worker.Worker, which runs in the main thread. names: of the base model.
+    """
 
     app: Any
     worker: Any
@@ -285,7 +298,9 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
 
 def serve(server: Server, options: Options) -> None:
-    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs."""
+    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs.
+
+    Raises ConfigError if the port is taken, OSError if a result or snapshot cannot be written."""
     import uvicorn
 
     http = uvicorn.Server(uvicorn.Config(server.app, options.host, options.port, log_level="warning", lifespan="off",
@@ -331,7 +346,8 @@ def _nothing():
 
 
 def main(argv: list[str]) -> int:
-    """Runs `jaxrl serve tinker`; returns its exit status."""
+    """Runs `jaxrl serve tinker`; returns its exit status: 0 after a stop or --help, 2 for a ConfigError, 1 for an error of the
+    disk."""
     if any(argument in ("-h", "--help") for argument in argv):
         print((__doc__ or "").rstrip())
         return 0

@@ -224,8 +224,8 @@ def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
 
 def evaluation_line(scalars: dict[str, float]) -> str:
     """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several
-    samples, and with blind controls (eval.controls); '' without evaluation.
-    """
+    samples, and with blind controls (eval.controls); '' without evaluation. scalars: metric -> value, shares from 0 to
+    1."""
     if "eval/accuracy" not in scalars:
         return ""
     parts = {k[5:]: v for k, v in scalars.items() if k.startswith("eval/")}
@@ -240,13 +240,15 @@ def evaluation_line(scalars: dict[str, float]) -> str:
 
 
 def phase_seconds(scalars: dict[str, float]) -> dict[str, float]:
-    """Returns the seconds by phase, longest first."""
+    """Returns the seconds by phase, longest first. scalars: metrics, of which those named time/<phase> are read."""
     phases = {k[5:]: v for k, v in scalars.items() if k.startswith("time/") and k[5:] not in NO_PHASES}
     return dict(sorted(phases.items(), key=lambda kv: -kv[1]))
 
 
 def show(metric, value: float) -> str:
-    """Returns a value as its console column shows it, by the metric's `format`."""
+    """Returns a value as its console column shows it, by the metric's `format`.
+
+    metric: names.Metric; percent multiplies by 100, an unknown format is that of small numbers."""
     if value != value:
         return "nan"
     match metric.format:
