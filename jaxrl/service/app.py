@@ -346,8 +346,8 @@ def _nothing():
 
 
 def main(argv: list[str]) -> int:
-    """Runs `jaxrl serve tinker`; returns its exit status: 0 after a stop or --help, 2 for a ConfigError, 1 for an error of the
-    disk."""
+    """Runs `jaxrl serve tinker`; returns its exit status: 0 after a stop or --help, 2 for a ConfigError, 1 if the disk
+    fails."""
     if any(argument in ("-h", "--help") for argument in argv):
         print((__doc__ or "").rstrip())
         return 0

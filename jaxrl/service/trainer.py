@@ -300,7 +300,7 @@ class Trainer:
         The loss and its gradient are sums over all targets of the batch, divided by nothing.
 
         Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
-        finite: the window is empty then, with the gradients of earlier calls."""
+        finite: the window is emptied then, and gradients of earlier calls are lost, too."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])
