@@ -238,7 +238,7 @@ def alike(loss: Loss) -> str:
     """Tests the claim `tokens`: on policy, where no clip acts, every sampled token of a completion has the same share
     of its advantage. Raises Broken.
 
-    A token's share is its gradient divided by weight times advantage; tokens where that is 0 do not count."""
+    A token's share is minus its gradient, divided by weight times advantage; tokens where that is 0 do not count."""
     loss, program = loss.plain(), programs(loss.plain())
     unlearnt = set()
     with jax.enable_x64(True):

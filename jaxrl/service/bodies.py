@@ -118,7 +118,7 @@ def _finite(text: str) -> float:
 def read(kind: str, body: dict, where: str = "") -> dict:
     """Returns the fields of a body with their defaults, by name.
 
-    kind: name of a table of BODIES. where: begin of the messages of errors; "" = kind.
+    kind: name of a table of BODIES. where: prefix of error messages; "" = kind.
 
     Raises Refused (422) naming field, value and remedy: for an unknown or missing field, another type, a number out of
     bounds, notes that are too long."""

@@ -37,7 +37,7 @@ class Sight:
 
         Args:
           text_N: [N] int32 token ids without the images. chunks: the images, by position in the text.
-          where: begin of the messages of errors.
+          where: prefix of error messages.
 
         Raises Refused (422) for an image that cannot be read, has other than the expected tokens, or does not fit
         `most`."""
@@ -84,7 +84,7 @@ def expanded(text_N: np.ndarray, chunks: tuple[ImageChunk, ...], sight: Sight | 
              where: str) -> tuple[np.ndarray, Places | None]:
     """Returns (tokens [N'] int32, Places of the images; None without images): `Sight.expand` where there are images.
 
-    sight: None on a server that reads text. where: begin of the messages of errors. Raises Refused (422) for images
+    sight: None on a server that reads text. where: prefix of error messages. Raises Refused (422) for images
     that are not served."""
     if not chunks:
         return text_N, None

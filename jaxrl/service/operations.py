@@ -307,8 +307,8 @@ class Operations:
     def load_weights(self, body: dict, raw: bytes) -> dict:
         """Creates a run from saved weights, or loads them into a run as its first request (the older form).
 
-        Returns the promise {"request_id", "model_id"}. Raises Refused (422) for a body that names neither; other
-        refusals are the promise's result."""
+        Returns the promise {"request_id", "model_id"}; what is wrong with path, base or optimizer is its result. Raises
+        Refused: 404 for an unknown session or run, 422 for a body that names neither."""
         b = bodies.read("load_weights", body)
         session: str | None = b["session_id"]
         if session is None:
