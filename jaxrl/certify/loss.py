@@ -154,7 +154,10 @@ def gradient(loss: Loss, case: Case, micros, program=None, junk: float | None = 
 
 
 def example(loss: Loss, lengths, seed: int = 1) -> Case:
-    """Builds a batch with random advantages, one per completion, independent of any estimator."""
+    """Builds a batch with random advantages, one per completion, independent of any estimator.
+
+    The column "advantage" [T] float64 is normal with mean 0 and deviation 1, 0 except at loss tokens. lengths: tokens
+    of each completion by group."""
     case = batch(lengths, vocab=16, seed=seed, turns=loss.turns)
     draw = np.random.default_rng(seed + 7).normal(size=case.traj.num_trajectories)
     columns = case.columns | {"advantage": np.where(case.traj.loss_mask, case.traj.spread(draw), 0.0)}

@@ -45,7 +45,8 @@ def items_of(examples, item) -> list:
 
 
 def values(score, items) -> dict[str, np.ndarray]:
-    """Returns reward name -> [N] raw values, NaN = absent."""
+    """Returns reward name -> [N] float raw values of N RewardItems, NaN = absent. score: RewardItems -> RewardResult.
+    """
     return score(items).parts
 
 

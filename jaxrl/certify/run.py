@@ -80,7 +80,9 @@ def simulate() -> None:
 
 
 def loss_of(base: Base) -> losses.Loss:
-    """Returns the policy's loss, without the value loss of a shared trunk."""
+    """Returns the policy's loss as certify tests it (certify.loss.Loss), without the value loss of a shared trunk.
+
+    Its advantages are those of the config's estimator, with a KL penalty in the reward if kl.placement asks for it."""
     tiny, spec = base.tiny, base.tiny.spec
 
     def advantage(options, case) -> np.ndarray:

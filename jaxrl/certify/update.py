@@ -96,7 +96,8 @@ class Tiny:
     # ---- batches
 
     def case(self, seed: int = 3) -> cases.Case:
-        """Returns the largest case, with behaviour log-probs near those of the policy."""
+        """Returns the largest case, with random scores and behaviour log-probs (nats, float32) near those of the
+        policy: each differs by a normal number times 0.05. The policy must be started. seed: of all random numbers."""
         case = cases.batch(cases.SMALLEST[-1], MODEL["vocab_size"], seed, self.turns)
         noise = np.random.default_rng(seed).normal(size=len(case.traj.tokens)).astype(np.float32)
         scored = self.policy.score(case.traj, training.make_layout(case.traj.sizes, self.job.row_shapes))

@@ -102,7 +102,7 @@ class Replay:
         return Done(record, batch, prepared, metrics, before, self.hash_states())
 
     def compare(self, done: Done) -> verdict.Verdict:
-        """Compares a step that was computed again with its record."""
+        """Compares a step that was computed again with its record, within `rounding`; see replay.verdict."""
         return verdict.of_step(done.record, done.prepared, done.metrics, done.before, done.after, self.begin,
                                done.batch.traj, self.rounding)
 

@@ -66,7 +66,7 @@ def policy_tree(model, shares_trunk: bool):
 
 
 def flat_axes(tree) -> dict[str, tuple]:
-    """Returns flat parameter name -> logical axis names."""
+    """Returns flat parameter name -> logical axis names, a tuple with one for each axis. tree: Model or ValueModel."""
     return {"/".join(entry.path): entry.axes for entry in tree.entries}
 
 

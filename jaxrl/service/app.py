@@ -237,7 +237,9 @@ def full_files(job):
 
 
 def open_base(options: Options):
-    """Returns (Job of base, adapters, devices and rows; most patches of a sequence). Raises ConfigError."""
+    """Returns (Job of base, adapters, devices and rows; most patches of a sequence, 0 without images).
+
+    Raises ConfigError for a base that cannot be read or that does not fit the options."""
     from jaxrl.resolve.spec import resolve
     from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
     from jaxrl.service.trainer import with_head

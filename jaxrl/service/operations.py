@@ -265,14 +265,14 @@ class Operations:
         return {name: model for name, model in self.models.items() if model.options is not None and self._sees(name)}
 
     def session(self, session_id: str) -> dict:
-        """Returns a session. Raises Refused(404)."""
+        """Returns a session of the user by id. Raises Refused (404) for one that is not known or another user's."""
         if session_id not in self.sessions or not self._sees(session_id):
             raise Refused(404, f"session_id={session_id!r}: there is no such session; the server may have been "
                           "restarted")
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> Model:
-        """Returns a run. Raises Refused(404)."""
+        """Returns a run of the user by id. Raises Refused (404) for one that is not known or another user's."""
         if model_id not in self.models or not self._sees(model_id):
             raise Refused(404, f"model_id={model_id!r}: there is no such run; after a restart of the server create one "
                           "from saved weights (create_training_client_from_state_with_optimizer)")
@@ -380,7 +380,7 @@ class Operations:
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
-        """Applies the gradients of a run; returns the promise."""
+        """Applies the gradients of a run; returns the promise. body: the JSON; raw: its bytes."""
         b = bodies.read("optim_step", body)
 
         def prepare():
@@ -466,7 +466,7 @@ class Operations:
                           "are used once")
 
     def begin_sampling_session(self, sampler_id: str, found: SamplingSession) -> None:
-        """Notes a sampling session."""
+        """Notes a sampling session under its id, in place of an earlier one."""
         session = self.sessions.get(sampler_id.partition(":")[0], {"samplers": []})
         if sampler_id not in self.samplers:
             session["samplers"].append(sampler_id)
@@ -494,7 +494,7 @@ class Operations:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Returns a sampling session. Raises Refused(404)."""
+        """Returns a sampling session of the user by id. Raises Refused (404) for one that is not known."""
         if sampler_id not in self.samplers or not self._sees(sampler_id):
             raise Refused(404, f"sampling_session_id={sampler_id!r}: there is no such sampling session; create one")
         return self.samplers[sampler_id]

@@ -60,7 +60,11 @@ class SampleJob:
 
 
 def sample_seed(seed: int | None, job: str, index: int) -> int:
-    """Returns the seed (uint32) of one sample. The first one of a given seed has that seed itself."""
+    """Returns the seed (uint32) of one sample, a hash of the given seed, or else of the job's id, and the index.
+
+    The first one of a given seed has that seed itself (modulo 2^32).
+
+    seed: of the request, or None. job: its id. index: of the sample, from 0."""
     if seed is not None and index == 0:
         return seed % 2**32
     text = f"{job if seed is None else seed}\0{index}"

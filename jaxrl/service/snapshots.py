@@ -52,14 +52,17 @@ class Snapshots:
             path.mkdir(parents=True, exist_ok=True)
 
     def save(self, model_id: str, run, number: int, failure: str) -> None:
-        """Writes the snapshot of a run whose next task has this number."""
+        """Writes the snapshot of a run to the disk, replacing its earlier one.
+
+        model_id: of the run. run: service.trainer.Run. number: of its next task. failure: why its window of gradients
+        was emptied, "" = it was not."""
         self.sync()
         about = {"lora": run.options._asdict(), "next": number, "failure": failure, "loss": run.loss}
         _write(self._run(model_id), self.trainer.arrays(run) | {ABOUT: np.array(json.dumps(about))})
         self._next[model_id] = number
 
     def about(self, model_id: str) -> dict | None:
-        """Returns lora, next, failure and loss of a run's snapshot; None = there is none."""
+        """Returns {"lora", "next", "failure", "loss"} of a run's snapshot without its arrays; None = there is none."""
         arrays = _read(self._run(model_id), (ABOUT,))
         return None if arrays is None else json.loads(str(arrays[ABOUT]))
 

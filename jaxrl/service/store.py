@@ -111,7 +111,7 @@ class Store:
         return found
 
     def adapter(self, address: Address) -> Path:
-        """Returns the folder with PEFT's files."""
+        """Returns the folder of weights: PEFT's files, or a whole model's from a server of rank 0."""
         self.about(address)
         return self._of(address)
 
@@ -131,7 +131,9 @@ class Store:
         shutil.rmtree(self._of(address))
 
     def list(self, run: str = "") -> list[dict]:
-        """Returns what was written about the user's weights, the newest first; of one run if given. Raises Refused."""
+        """Returns what was written about the user's weights, the newest first; of one run if given.
+
+        Weights that have expired are deleted. Raises Refused (404) for a run whose name RUN does not match."""
         if run and not RUN.fullmatch(run):
             raise Refused(404, f"training run {run!r}: there is none of this name")
         folders = sorted(self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/"))

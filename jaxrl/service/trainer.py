@@ -436,7 +436,10 @@ class Trainer:
         return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
 
     def from_arrays(self, options: LoraOptions, arrays: dict) -> Run:
-        """Returns the run that `arrays` was called with, bit for bit."""
+        """Returns the run that `arrays` was called with, bit for bit; arrays of another largest rank are padded or cut.
+
+        options: LoraOptions of the run. arrays: name -> array in host memory. The window's sum of losses is not in
+        them."""
         def part(kind):
             return self.fitted({name.removeprefix(kind): x for name, x in arrays.items() if name.startswith(kind)})
 

@@ -185,7 +185,7 @@ class Telemetry:
                 self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Passes a text to the sinks that show text."""
+        """Passes a text to the sinks that show text, under a tag. Returns at once; a sink that fails is logged once."""
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
@@ -206,7 +206,7 @@ class Telemetry:
         self._try("console", lambda: self.console.print(text))
 
     def summary(self, values: dict) -> dict:
-        """Merges into summary.json atomically and returns the whole."""
+        """Merges values (JSON-able) into summary.json atomically and returns the whole."""
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
