@@ -118,7 +118,7 @@ def select_completions(case: Case, order) -> tuple[Case, np.ndarray]:
 
 
 def orders(traj: Trajectories) -> dict[str, list[int]]:
-    """Returns name -> [N] indices: orders of the completions that must not change results. Groups stay together, as
+    """Returns name -> [N] indices: orders of the N completions that must not change results. Groups stay together, as
     in a run."""
     groups = list(dict.fromkeys(traj.group.tolist()))
     members = {g: np.flatnonzero(traj.group == g).tolist() for g in groups}

@@ -60,7 +60,8 @@ class Claim:
 
 
 class Broken(Exception):
-    """Raised if a claim does not hold. told: what is wrong. case: the counterexample."""
+    """Raised if a claim does not hold. told: what is wrong. case: the counterexample, JSON-able; None = there is none.
+    """
 
     def __init__(self, told: str, case=None):
         super().__init__(told)
@@ -75,7 +76,8 @@ def found(name: str, check: Callable[[], str], accept=()) -> Claim:
     """Runs one check, which returns its figures or raises Broken or NotApplicable, and returns the Claim.
 
     Any other exception breaks the claim, too: it comes from user code, called with values that a run may pass.
-    """
+
+    name: of CLAIMS. accept: names of claims whose failure is accepted (certify.accept)."""
     try:
         return Claim(name, HOLDS, check())
     except Broken as e:
@@ -108,7 +110,7 @@ def markdown(title: str, claims: list[Claim]) -> str:
 
 
 def write(folder: Path, title: str, about: dict, claims: list[Claim]) -> None:
-    """Writes certify.json and certify.md to the folder."""
+    """Writes certify.json and certify.md to the folder, atomically. about: further entries of the JSON file."""
     told = about | {"claims": [dataclasses.asdict(c) | {"says": CLAIMS[c.name]} for c in claims]}
     write_atomic(folder / "certify.json", dumps(jsonable(told), indent=1) + "\n")
     write_atomic(folder / "certify.md", markdown(title, claims))

@@ -12,12 +12,12 @@ EXACT = 1e-9
 
 
 def differs(a, b) -> bool:
-    """Returns whether two arrays differ by more than EXACT, relative and absolute."""
+    """Returns whether two float arrays differ anywhere by more than EXACT + EXACT |b|."""
     return not np.allclose(a, b, rtol=EXACT, atol=EXACT)
 
 
 def each(case: Case, tokens) -> list[float]:
-    """Returns the advantage of the first sampled token of each completion."""
+    """Returns the advantage of the first sampled token of each completion, rounded to 6 digits. tokens: [T] float."""
     return [round(float(tokens[at[0]]), 6) for at in case.traj.sampled()]
 
 
@@ -62,7 +62,8 @@ def elsewhere(case: Case, mine, others):
 
 
 def order(loss: Loss) -> str:
-    """Tests the claim `order`: the order of completions does not change advantages. Raises Broken."""
+    """Tests the claim `order`: the order of completions does not change advantages by more than EXACT. Raises Broken.
+    """
     for lengths in SMALLEST[1:]:
         case = batch(lengths, vocab=16, turns=loss.turns)
         base = loss.advantage(loss.options, case)
@@ -77,7 +78,7 @@ def order(loss: Loss) -> str:
 
 
 def repeat(loss: Loss) -> str:
-    """Tests the claim `repeat`: the same scores give the same advantages twice. Raises Broken."""
+    """Tests the claim `repeat`: the same scores give the same advantages twice, to the bit. Raises Broken."""
     case = batch(SMALLEST[-2], vocab=16, turns=loss.turns)
     first, second = (loss.advantage(loss.options, case) for _ in range(2))
     if not np.array_equal(first, second):

@@ -59,7 +59,10 @@ class Loss(NamedTuple):
         return self.with_options(off)
 
     def total(self, logp, entropy, packed):
-        """Returns the sum of all terms of one microbatch; logp, entropy: [R, S]."""
+        """Returns the sum of all terms of one microbatch, [] float.
+
+        logp, entropy: [R, S] of the current policy, in nats, 0 in slots without a token. packed: PackedBatch whose
+        weights mask and divide the terms (`packed_of`)."""
         token = packed.weights["token"]
         coef = self.options.entropy_coef or 0.01 if self.options.entropy_target else None
         return self.objective.policy_terms(logp, entropy, packed, token, token > 0, coef)[0]
@@ -69,7 +72,9 @@ class Loss(NamedTuple):
 
 
 def microbatch(case: Case, rows, length: int, count: int) -> Microbatch:
-    """Builds a microbatch of rows, lists of completion numbers, each with its own prompt; padded to `count` rows."""
+    """Builds a microbatch of rows, lists of completion numbers, each with its own prompt; padded to `count` rows.
+
+    length: tokens of a row."""
     blocks = [tuple(Block((i,), int(case.traj.lengths[i])) for i in row) for row in rows]
     return Microbatch(length, tuple(blocks + [()] * (count - len(rows))))
 
@@ -110,18 +115,27 @@ class Gradient(NamedTuple):
 
 
 def programs(loss: Loss):
-    """Returns the jitted (logp, entropy, packed) -> (loss, its gradients by logp and entropy)."""
+    """Returns the jitted (logp [R, S], entropy [R, S], PackedBatch) -> (loss [], (its gradient by logp [R, S], by
+    entropy [R, S]))."""
     return jax.jit(jax.value_and_grad(loss.total, argnums=(0, 1)))
 
 
 def packed_of(loss: Loss, case: Case, micro: Microbatch):
-    """Returns the PackedBatch of a case's microbatch, in float64, with current log-probs and entropies as columns."""
+    """Returns the PackedBatch of a case's microbatch, float64, with columns logp, entropy and those that the loss
+    reads.
+
+    Its weights are those of one optimizer step of the whole case."""
     columns = {name: case.columns[name] for name in ("logp", "entropy", *loss.reads)}
     return training.pack(case.traj, micro, columns, loss.weights(case), np.float64)
 
 
 def gradient(loss: Loss, case: Case, micros, program=None, junk: float | None = None) -> Gradient:
-    """Computes the Gradient of a whole optimizer step. junk: value written to slots without a sampled token."""
+    """Computes the Gradient of a whole optimizer step, summed over its microbatches. Needs jax.enable_x64.
+
+    Args:
+      micros: Microbatches of the case. program: of `programs`; None = compile one.
+      junk: value written to float columns in slots without a sampled token; None = as packed.
+    """
     program, value, outside = program or programs(loss), 0.0, 0.0
     found = {"logp": np.zeros(len(case.traj.tokens)), "entropy": np.zeros(len(case.traj.tokens))}
     for micro in micros:
@@ -140,7 +154,10 @@ def gradient(loss: Loss, case: Case, micros, program=None, junk: float | None = 
 
 
 def example(loss: Loss, lengths, seed: int = 1) -> Case:
-    """Builds a batch with random advantages, one per completion, independent of any estimator."""
+    """Builds a batch with random advantages, one per completion, independent of any estimator.
+
+    The column "advantage" [T] float64 is normal with mean 0 and deviation 1, 0 except at loss tokens. lengths: tokens
+    of each completion by group."""
     case = batch(lengths, vocab=16, seed=seed, turns=loss.turns)
     draw = np.random.default_rng(seed + 7).normal(size=case.traj.num_trajectories)
     columns = case.columns | {"advantage": np.where(case.traj.loss_mask, case.traj.spread(draw), 0.0)}
@@ -153,14 +170,16 @@ def on_policy(case: Case) -> Case:
 
 
 def place(case: Case, t: int) -> dict:
-    """Returns the numbers of the completion and of the token in it, both from 0, for a counterexample."""
+    """Returns {"answer", "token"}: the numbers of the completion and of the token in it, both from 0, for a
+    counterexample. t: index into the T tokens of the case."""
     i = int(np.searchsorted(case.traj.offsets, t, side="right")) - 1
     sampled = np.flatnonzero(case.traj.loss_mask[case.traj.offsets[i]:])
     return {"answer": i, "token": int(np.searchsorted(sampled + case.traj.offsets[i], t))}
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference as a share of the largest magnitude; inf if a number is not finite."""
+    """Returns the largest difference of two arrays as a share of their largest magnitude; inf if a number is not
+    finite."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return np.inf
     return float(np.abs(a - b).max(initial=0.0) / max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0), 1e-12))
@@ -196,7 +215,10 @@ def unchanged(loss: Loss, claim: str) -> str:
 
 
 def masked(loss: Loss) -> str:
-    """Tests the claim `mask`: values in slots without a token change neither loss nor gradient. Raises Broken."""
+    """Tests the claim `mask`: values in slots without a token change neither loss nor gradient. Raises Broken.
+
+    Writes JUNK into float columns there; the loss and gradients may differ by EXACT of their largest magnitude, and the
+    gradient in such a slot may be at most EXACT."""
     program = programs(loss)
     with jax.enable_x64(True):
         for lengths in SMALLEST[2:5]:
@@ -217,7 +239,9 @@ def masked(loss: Loss) -> str:
 
 def alike(loss: Loss) -> str:
     """Tests the claim `tokens`: on policy, where no clip acts, every sampled token of a completion has the same share
-    of its advantage. Raises Broken."""
+    of its advantage. Raises Broken.
+
+    A token's share is minus its gradient, divided by weight times advantage; tokens where that is 0 do not count."""
     loss, program = loss.plain(), programs(loss.plain())
     unlearnt = set()
     with jax.enable_x64(True):
@@ -242,7 +266,9 @@ def alike(loss: Loss) -> str:
 
 
 def dead_inputs(loss: Loss) -> None:
-    """Raises Broken if the reference's log-probs or the entropies change the loss but no gradient."""
+    """Raises Broken if the reference's log-probs or the entropies change the loss but no gradient.
+
+    Each is multiplied by 1.3 at the loss tokens."""
     program = programs(loss)
     with jax.enable_x64(True):
         case = example(loss, SMALLEST[2])

@@ -45,12 +45,18 @@ def items_of(examples, item) -> list:
 
 
 def values(score, items) -> dict[str, np.ndarray]:
-    """Returns reward name -> [N] raw values, NaN = absent."""
+    """Returns reward name -> [N] float raw values of N RewardItems, NaN = absent. score: RewardItems -> RewardResult.
+    """
     return score(items).parts
 
 
 def compared(a, b, items, how: str, told: str):
-    """Raises Broken for the first item and reward whose two results differ. how, told: of the counterexample."""
+    """Raises Broken for the first item and reward whose two results differ; two NaN are equal.
+
+    Args:
+      a, b: reward name -> [N] values. items: the N RewardItems.
+      how: name of the second value in the counterexample. told: the sentence about the difference.
+    """
     for name in a:
         for i, (x, y) in enumerate(zip(a[name], b[name], strict=True)):
             if x != y and not (np.isnan(x) and np.isnan(y)):
@@ -60,13 +66,17 @@ def compared(a, b, items, how: str, told: str):
 
 
 def twice(score, items) -> str:
-    """Tests the claim `reward_twice`: the same items get the same rewards twice. Raises Broken."""
+    """Tests the claim `reward_twice`: the same items get the same rewards twice. Raises Broken.
+
+    score: RewardItems -> RewardResult. items: the RewardItems."""
     compared(values(score, items), values(score, items), items, "the second time", "asked twice of the same answer")
     return f"{len(items)} answers"
 
 
 def columns(score, items) -> str:
-    """Tests the claim `reward_columns`: the order of a row's columns does not matter. Raises Broken."""
+    """Tests the claim `reward_columns`: the order of a row's columns does not matter. Raises Broken.
+
+    score: RewardItems -> RewardResult. items: the RewardItems."""
     turned = [dataclasses.replace(item, columns=dict(reversed(item.columns.items()))) for item in items]
     compared(values(score, items), values(score, turned), items, "columns in reverse",
              "of the same row with its columns in reverse")
@@ -74,7 +84,9 @@ def columns(score, items) -> str:
 
 
 def rows(score, items) -> str:
-    """Tests the claim `reward_rows`: rewards do not depend on the other rows of a call. Raises Broken."""
+    """Tests the claim `reward_rows`: rewards do not depend on the other rows of a call. Raises Broken.
+
+    score: RewardItems -> RewardResult. items: scored in order, in reverse, and every fifth alone."""
     base, last = values(score, items), values(score, items[::-1])
     compared(base, {name: x[::-1] for name, x in last.items()}, items, "rows in reverse", "with the rows in reverse")
     some = items[::5]  # of all kinds of text
@@ -85,7 +97,9 @@ def rows(score, items) -> str:
 
 
 def hostile(score, item) -> str:
-    """Tests the claim `reward_hostile`: any text gets a finite reward or None. item: its completion is replaced."""
+    """Tests the claim `reward_hostile`: any text gets a finite reward or None. Raises Broken for a failure.
+
+    score: RewardItems -> RewardResult. item: its completion is replaced by each text of HOSTILE."""
     names, texts = list(HOSTILE), list(HOSTILE.values())
     result = score([dataclasses.replace(item, completion=text) for text in texts])
     for text, outcomes in zip(names, result.outcomes, strict=True):

@@ -43,10 +43,11 @@ MOST_ROWS = 256  # that are read to find them
 
 
 def run(config, inputs=None) -> dict:
-    """Tests every claim and returns the content of certify.json.
+    """Tests every claim, writes certify.json and certify.md to run.dir, and returns the content of certify.json.
 
     `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller.
-    """
+
+    Raises ConfigError if run.dir is not a writable folder."""
     started, folder = time.monotonic(), Path(config.run.dir)
     require_free(folder, lock=False)
     simulate()
@@ -79,7 +80,9 @@ def simulate() -> None:
 
 
 def loss_of(base: Base) -> losses.Loss:
-    """Returns the policy's loss, without the value loss of a shared trunk."""
+    """Returns the policy's loss as certify tests it (certify.loss.Loss), without the value loss of a shared trunk.
+
+    Its advantages are those of the config's estimator, with a KL penalty in the reward if kl.placement asks for it."""
     tiny, spec = base.tiny, base.tiny.spec
 
     def advantage(options, case) -> np.ndarray:

@@ -60,17 +60,17 @@ def policy(seed: int) -> Policy:
 
 
 def log_softmax(theta):
-    """Returns log-probs of logits over the last axis; numpy."""
+    """Returns log-probs (nats) of logits over the last axis, numpy, in the shape and dtype of `theta`."""
     return theta - np.logaddexp.reduce(theta, axis=-1, keepdims=True)
 
 
 def log_probs(theta):
-    """Returns [7] log-probs of the completions (jax)."""
+    """Returns [7] log-probs (nats) of the completions, from logits theta [3, 3] (jax)."""
     return jnp.einsum("nsa,sa->n", COUNTS, jax.nn.log_softmax(theta))
 
 
 def visits(theta):
-    """Returns [3] visit probabilities of the states, without gradient."""
+    """Returns [3] visit probabilities of the states "", "1" and "2" under logits theta [3, 3], without gradient."""
     first = jax.lax.stop_gradient(jax.nn.softmax(theta[0]))
     return jnp.array([1.0, first[1], first[2]])
 
@@ -79,18 +79,18 @@ def visits(theta):
 
 
 def score(p: Policy):
-    """Returns a function of theta: the expected score."""
+    """Returns a function of theta [3, 3]: the expected score of a completion drawn from it, a scalar."""
     return lambda theta: jnp.sum(jnp.exp(log_probs(theta)) * p.scores)
 
 
 def kl_of_answers(p: Policy):
-    """Returns a function of theta: KL(policy || reference) of whole completions."""
+    """Returns a function of theta [3, 3]: KL(policy || reference) of whole completions, in nats."""
     return lambda theta: jnp.sum(jnp.exp(log_probs(theta)) * (log_probs(theta) - log_probs(p.ref)))
 
 
 def kl_at_states(p: Policy, reverse: bool = False):
-    """Returns a function of theta: KL(policy || reference) at the visited states, or reversed; visits have no
-    gradient."""
+    """Returns a function of theta [3, 3]: the sum over states of visit probability times KL(policy || reference) there,
+    in nats. reverse: KL(reference || policy). Visits have no gradient."""
     def of(theta):
         own, ref = jax.nn.log_softmax(theta), jax.nn.log_softmax(p.ref)
         own, ref = (ref, own) if reverse else (own, ref)
@@ -99,14 +99,16 @@ def kl_at_states(p: Policy, reverse: bool = False):
 
 
 def entropy(theta):
-    """Returns the entropy of the policy in nats, summed over states by their visit probabilities; these have no
-    gradient."""
+    """Returns the entropy of the policy theta [3, 3] in nats, summed over states by their visit probabilities; these
+    have no gradient."""
     table = jax.nn.log_softmax(theta)
     return -jnp.sum(visits(theta)[:, None] * jnp.exp(table) * table)
 
 
 def passed(p: Policy, mark: float):
-    """Returns the purpose of the NLL term: the expected log-prob of completions that pass."""
+    """Returns the purpose of the NLL term, a function of theta [3, 3]: the sum over completions that pass of
+    probability times log-prob (nats). The probabilities have no gradient. mark: least score of a completion that
+    passes."""
     fixed = jax.lax.stop_gradient
     return lambda theta: jnp.sum(jnp.exp(fixed(log_probs(theta))) * (p.scores >= mark) * log_probs(theta))
 
@@ -115,7 +117,13 @@ def passed(p: Policy, mark: float):
 
 
 def case_of(p: Policy, drawn, turns: bool) -> tuple[Case, np.ndarray]:
-    """Returns (a group of completions, [T] the state of each token)."""
+    """Returns (Case of a group of completions drawn from the policy, [T] int64 the state of each token).
+
+    Values are the exact ones of the policy; current, old and behaviour log-probs are equal, in float64.
+
+    Args:
+      drawn: numbers of the completions in ANSWERS. turns: add the columns of an episode with one turn.
+    """
     table, ref = log_softmax(p.theta), log_softmax(p.ref)
     chance = np.exp(table)
     value = np.zeros(3)  # exact, of the policy
@@ -140,9 +148,10 @@ def case_of(p: Policy, drawn, turns: bool) -> tuple[Case, np.ndarray]:
 
 
 def expected(loss: Loss, p: Policy) -> np.ndarray:
-    """Returns the [3, 3] gradient of the loss with respect to theta, expected over groups of GROUP
-    completions drawn from theta.
-    """
+    """Returns the [3, 3] float64 gradient of the loss with respect to theta, expected over groups of GROUP completions
+    drawn from theta.
+
+    Every group is enumerated and weighted by its probability, which has no gradient itself. Needs jax.enable_x64."""
     draws = list(itertools.product(range(len(ANSWERS)), repeat=GROUP))
     batches = []
     for drawn in draws:
@@ -158,7 +167,9 @@ def expected(loss: Loss, p: Policy) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def program(objective):
-    """Returns (theta, batches, their probabilities) -> gradient, compiled once for an objective."""
+    """Returns jitted (theta [3, 3], batches, [B] their probabilities) -> [3, 3] gradient, cached for an objective.
+
+    batches: PackedBatch with an axis B in front of every array; its column "state" has the state of each slot."""
     loss = Loss(objective, None, None, ())
 
     def of(theta, every, weight):
@@ -176,12 +187,12 @@ def program(objective):
 
 
 def slope(f, theta) -> np.ndarray:
-    """Returns the [3, 3] gradient of one of the functions above."""
+    """Returns the [3, 3] gradient of a scalar function of theta (such as `score(p)`) at theta [3, 3]."""
     return np.asarray(jax.jit(jax.grad(f))(theta))
 
 
 def cosine(a, b) -> float:
-    """Returns the cosine of the angle between two arrays of one shape."""
+    """Returns the cosine of the angle between two arrays of one shape; 0 if one of them is all zeros."""
     return float(np.sum(a * b) / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
 
 
@@ -191,8 +202,10 @@ def cosine(a, b) -> float:
 def objective(loss: Loss, promised: bool) -> str:
     """Tests the claim `objective`: the expected gradient of the policy loss raises the expected score.
 
-    promised: the options are those of an unbiased estimator (UNBIASED). Raises Broken.
-    """
+    promised: the options are those of an unbiased estimator (UNBIASED), so the cosine must be 1 within 1e-6; else it
+    must be above 0.
+
+    Returns what was found. Raises Broken with the policy of the smallest cosine."""
     plain, scales = loss.plain(), []
     worst: tuple = (2.0,)
     with jax.enable_x64(True):
@@ -222,8 +235,10 @@ def is_promised(options) -> bool:
 def terms(loss: Loss, mark: float) -> str:
     """Tests the claim `terms`: the expected gradient of each further term serves its purpose. Raises Broken.
 
-    mark: reward.pass_mark.
-    """
+    A term's part is the difference of expected gradients with and without it; its cosine with the exact gradient of its
+    purpose must be above 0. mark: reward.pass_mark.
+
+    Returns the names of the terms tested."""
     for part_of in (loss, loss.plain()):
         dead_inputs(part_of)
     plain, o, p, found = loss.plain(), loss.options, policy(SEEDS[0]), ["policy"]

@@ -66,8 +66,9 @@ class Tiny:
     """The job of a `small` config with its roles.
 
     Args:
-      folder: for its checkpoints. count: devices to use. axes: sizes of the mesh's axes.
-    """
+      config: the config to certify. folder: for its checkpoints. count: devices to use. axes: mesh axis -> size.
+
+    Side effect: sets jax's current mesh."""
 
     def __init__(self, config, folder: Path, count: int = 1, axes=None):
         self.config, self.folder, self.turns = config, folder, resolve(config, engine="jax").episodes
@@ -95,7 +96,8 @@ class Tiny:
     # ---- batches
 
     def case(self, seed: int = 3) -> cases.Case:
-        """Returns the largest case, with behaviour log-probs near those of the policy."""
+        """Returns the largest case, with random scores and behaviour log-probs (nats, float32) near those of the
+        policy: each differs by a normal number times 0.05. The policy must be started. seed: of all random numbers."""
         case = cases.batch(cases.SMALLEST[-1], MODEL["vocab_size"], seed, self.turns)
         noise = np.random.default_rng(seed).normal(size=len(case.traj.tokens)).astype(np.float32)
         scored = self.policy.score(case.traj, training.make_layout(case.traj.sizes, self.job.row_shapes))
@@ -112,7 +114,8 @@ class Tiny:
                      np.zeros(n, bool), staleness, n, n, {}, {})
 
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
-        """Returns {loss term: [T] weights} of one optimizer step with all completions."""
+        """Returns {loss term: [T] float weights} of one optimizer step with all completions, divided by the config's
+        own denominators (rl.step.make_loss_weigher)."""
         weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
 
@@ -235,7 +238,8 @@ class Base:
         return f"update in fp32 within {worst:.1g}"
 
     def meshes(self) -> str:
-        """Tests the claim `meshes`: on other meshes of simulated devices the update is the same. Raises Broken."""
+        """Tests the claim `meshes`: on other meshes of simulated devices the update is the same. Raises Broken, and
+        NotApplicable with a single device."""
         tiny, case, base = self.first()
         known = {how: given for how, given in MESHES.items() if given[0] <= jax.device_count()}
         if not known:
@@ -247,7 +251,8 @@ class Base:
         return f"{'; '.join(known)}: update in fp32 within {worst:.1g}"
 
     def scoring(self) -> str:
-        """Tests the claim `scoring`: log-probs of packed rows are those of each sequence alone. Raises Broken."""
+        """Tests the claim `scoring`: log-probs of packed rows are those of each sequence alone, within 1e-4 nats at
+        loss tokens. Raises Broken."""
         tiny, case, _ = self.first()
         model, params, traj, worst = tiny.job.model, tiny.policy.params(), case.traj, 0.0
         layout = training.make_layout(traj.sizes, tiny.job.row_shapes)
@@ -317,7 +322,8 @@ class Base:
 
     @staticmethod
     def step(tiny, batch, step: int) -> dict[str, float]:
-        """Runs one step of a tiny job on a batch; returns its metrics."""
+        """Runs one step (prepare, learn, after_step) of a tiny job on a Batch; returns its metrics. step: number, from
+        0."""
         spec, roles = tiny.spec, tiny.roles
         prepared = prepare(spec, roles, batch, lay_out(spec, tiny.job.row_shapes, batch.traj, step))
         return learn(spec, roles, batch, prepared, step) | roles.after_step(step + 1, 0.0)

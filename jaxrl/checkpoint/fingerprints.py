@@ -74,7 +74,7 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
-    that is read again.
+    that is read again, a local teacher.
 
     inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
@@ -101,10 +101,9 @@ def reference_print(config) -> str:
 
 
 def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
-    """Returns name -> hash of the weights that every process reads its part of when a run begins.
+    """Returns name -> hash (weights_print) of the weights that every process reads its part of when a run begins.
 
-    missing: leave out those that are gone.
-    """
+    They are those of the policy and of a critic with a path. missing: leave out those that are gone."""
     critic, out = config.critic, {}
     named = {"weights of the policy": _policy(config),
              "weights of the critic": (critic.path, critic.revision, "critic.path")}

@@ -32,7 +32,12 @@ HACKED = 0.05  # a held-out score that has fallen by so much from its best while
 
 
 class Anomaly(NamedTuple):
-    """A metric of one step far from its usual values. called: what it is, in words. deviations: from the median."""
+    """A metric of one step far from its usual values.
+
+    Attributes:
+      called: what the metric is, in words. usual: median of the steps before.
+      deviations: absolute number of robust deviations from it; inf where none can be given.
+    """
 
     step: int
     name: str      # of the metric
@@ -51,8 +56,10 @@ class Anomaly(NamedTuple):
 def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
     """Returns (signed number of robust deviations of a value from the median of others, that median).
 
-    floor: smallest difference that counts as LIMIT deviations.
-    """
+    A deviation is 1.4826 times the median distance of `others` to their median, or SLACK of the median if that is more.
+    Where it is 0, the number is 0 for the median itself, else infinite.
+
+    value: a number. others: [n] finite floats, n > 0. floor: smallest difference that counts as LIMIT deviations."""
     middle = float(np.median(others))
     spread = max(1.4826 * float(np.median(np.abs(others - middle))), SLACK * abs(middle), floor / LIMIT)
     apart = float(value) - middle
@@ -62,8 +69,10 @@ def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
 def of_run(lines: list[dict]) -> list[Anomaly]:
     """Returns the anomalies in lines of metrics.jsonl, by step.
 
-    Later steps are not compared with an anomalous one, unless NEW steps before it were anomalous, too.
-    """
+    Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on. Later steps are not compared
+    with an anomalous one, unless NEW steps before it were anomalous, too.
+
+    lines: metric -> value, and `step`, of each line in order."""
     out = []
     for name, (called, falls, floor) in WATCHED.items():
         rows = [(line["step"], float(line[name])) for line in lines if name in line]
@@ -101,7 +110,10 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
 
 
 def outliers(values, floor: float = 0.0) -> np.ndarray:
-    """Returns [N] robust deviations of each finite number from the median of all; 0 for numbers that are not finite."""
+    """Returns [N] float64 robust deviations of each finite number from the median of all; 0 for numbers that are not
+    finite.
+
+    values: [N]. floor: smallest difference that counts as LIMIT deviations."""
     values, out = np.asarray(values, np.float64), np.zeros(len(values))
     known = np.flatnonzero(np.isfinite(values))
     if len(known):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sealed(value, indent: int | None = None) -> str:
-    """Returns JSON text of a JSON-able value with its digest."""
+    """Returns JSON text of a JSON-able value with its SHA-256. Keys become text; `opened` reads it."""
     value = json.loads(json.dumps(value))  # as it will be read: keys become text
     return json.dumps({"sha256": _digest(value), "content": value}, indent=indent)
 

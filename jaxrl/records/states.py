@@ -27,7 +27,8 @@ class Look(NamedTuple):
     """The fingerprint of some states. hashes and sample are lists of device arrays until `on_host`.
 
     Attributes:
-      names: of the arrays. hashes: [names, 2] uint32. sample: [P] float32.
+      names: of the arrays. hashes: [names, 2] uint32. sample: [P] float32, at most SAMPLE numbers of each trained
+        array.
     """
 
     names: list[str]
@@ -43,8 +44,9 @@ class Look(NamedTuple):
 def look_at(states: dict, frozen: bool = False) -> Look:
     """Computes the fingerprint of TrainStates; dispatches programs and waits for none.
 
-    states: name -> TrainState. frozen: also fingerprint frozen parameters, which some updates change.
-    """
+    Arrays without elements are left out.
+
+    states: name -> TrainState. frozen: also fingerprint frozen parameters, which some updates change."""
     names, hashes, sample = [], [], []
     for owner, state in states.items():
         held = {field: x for field, x in vars(state).items() if frozen or field != "frozen"}
@@ -81,5 +83,5 @@ def _sample(x):
 
 
 def differing(names, a, b) -> list[str]:
-    """Returns the names of the arrays whose hashes differ."""
+    """Returns the names of the arrays whose hashes differ. names: [n]. a, b: [n, 2] uint32 (Look.hashes)."""
     return [name for name, x, y in zip(names, a, b, strict=True) if not np.array_equal(x, y)]

@@ -39,7 +39,12 @@ EARLIER = 10     # earlier records whose scores define the usual range
 
 
 def run(config, inputs=None) -> dict:
-    """Explains steps. Writes <run.dir>/explain/step_<step>.json; returns the entries of summary.json."""
+    """Explains steps. Writes <run.dir>/explain/step_<step>.json; returns the entries of summary.json.
+
+    They are {"explained": [Explained.summary() of each step], "anomalies": [...]}. inputs: what the run was started
+    with from Python (PythonInputs), or None.
+
+    Raises ConfigError for a run with lora.adapters."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
     if not config.replay.steps:
@@ -116,7 +121,24 @@ class Answers:
 
 
 class Explained:
-    """Computes the next step of a replay again and measures what it did; `summary` returns the measurements."""
+    """Computes the next step of a replay again and measures what it did; `summary` returns the measurements.
+
+    Making one runs the step, so the replay is one step further afterwards.
+
+    Args:
+      replay: the opened replay, before the step.
+      found: anomalies of that step (records.anomalies.Anomaly).
+
+    Attributes:
+      number: of the step. traj: its Trajectories.
+      before, after: [T] float64 log-probs (nats) of the loss tokens at the state before and after the step, 0
+        elsewhere.
+      way: the step in parameters, a flat dict in fp32; length: its L2 norm.
+      answers: Answers of all completions.
+      groups: of each group its share (see the module), norm of its gradient and component along the step.
+      shares: completion -> share of the step, for completions of the HEAVY heaviest groups.
+      suspects: anomalous completions with reasons, the worst first.
+    """
 
     def __init__(self, replay, found):
         self.replay, self.found, self.options = replay, found, replay.s.spec.algorithm
@@ -264,7 +286,9 @@ class Explained:
         return f"no completion is anomalous; the heaviest: {'; '.join(self.named(i) for i in self.heaviest())}"
 
     def heaviest(self) -> list[int]:
-        """Returns the completions with the largest shares, among measured ones with a positive advantage if any."""
+        """Returns numbers of at most NAMED completions with the largest shares, the largest first.
+
+        Only completions with a measured share count, and of them those with a positive advantage if there are any."""
         liked = [i for i in self.shares if self.answers.advantage[i] > 0] or list(self.shares)
         return sorted(liked, key=lambda i: -self.shares[i])[:NAMED]
 
@@ -295,7 +319,11 @@ class Explained:
         return out
 
     def summary(self) -> dict:
-        """Returns the measurements as a JSON-able dict, the content of explain/step_<step>.json."""
+        """Returns the measurements as a JSON-able dict, the content of explain/step_<step>.json.
+
+        `kl` is the k3 estimate in nats, a mean over loss tokens of e^d - 1 - d, d = after - before within +-50.
+        `clipped_fraction` and `corrected_fraction` are shares of all loss tokens, `score` the mean over completions
+        that have one."""
         a = self.answers
         d = (self.after - self.before)[self.traj.loss_mask]
         suspects = [s["answer"] for s in self.suspects]
@@ -344,7 +372,8 @@ def shortened(text: str) -> str:
 
 
 def earlier_scores(replay) -> np.ndarray | None:
-    """Returns the finite scores of the last EARLIER recorded steps before the next one; None without any."""
+    """Returns the finite scores of all completions of the last EARLIER recorded steps up to the replay's present one,
+    [n] float; None without any."""
     before = [step for step in replay.paths if step <= replay.s.step][-EARLIER:]
     scores = [restore_batch(files.read(replay.paths[step])).scores for step in before]
     known = np.concatenate([s[np.isfinite(s)] for s in scores]) if scores else np.zeros(0)

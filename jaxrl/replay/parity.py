@@ -23,7 +23,13 @@ PROMPTS = 8
 
 
 def report(s, job) -> dict:
-    """Measures the gaps, prints the table and returns it as in summary.json."""
+    """Measures the gaps, prints the table and returns it as in summary.json. Collective: every process samples its
+    part.
+
+    Samples rollout.group_size completions to each of the first PROMPTS rows, with the newest weights of the run.
+
+    Returns {"engine", "gap": {setting: `difference` of it}, "bound": gap in nats per token up to which they agree (1e-3
+    if both compute in fp32, else 0.05), "verdict": list of sentences; "probe" if the engine measures it}."""
     c, peers = job.config, s.peers
     params, where = publish_latest(s, job)
     examples = [(i, job.stream.dataset[i]) for i in range(min(PROMPTS, len(job.stream.dataset)))]
@@ -68,9 +74,10 @@ def report(s, job) -> dict:
 def difference(scored_T, traj) -> dict[str, float]:
     """Compares log-probs of sampled tokens, d = trainer - engine, in nats.
 
-    Returns mean and maximum of |d|, the k3 estimate of the KL, the share of ratios outside a clip range of 0.2, and the
-    number of tokens.
-    """
+    scored_T: [T] float log-probs of the trainer. traj: Trajectories of T tokens with those of the engine.
+
+    Returns, over the loss tokens, {"mean" and "max" of |d|; "k3": the estimate of the KL, the mean of e^d - 1 - d, d
+    within +-50 in e^d; "outside": the share whose ratio e^d is more than 0.2 from 1; "tokens": their number}."""
     d = np.asarray(scored_T, np.float64)[traj.loss_mask] - traj.logprobs[traj.loss_mask]
     ratio = np.exp(np.clip(d, -50, 50))
     return {"mean": float(np.abs(d).mean()), "max": float(np.abs(d).max()), "k3": float((ratio - 1 - d).mean()),
@@ -78,7 +85,10 @@ def difference(scored_T, traj) -> dict[str, float]:
 
 
 def verdict(rows, bound: float, config) -> list[str]:
-    """Returns the causes as sentences, most likely first."""
+    """Returns the causes of a gap as sentences, most likely first.
+
+    rows: setting -> `difference` of it, the five of `report` in its order. bound: mean |d| (nats per token) that counts
+    as agreement."""
     mean = {name: g["mean"] for name, g in rows.items()}
     now, fp32, plain, one, cached = mean.values()
     said = []

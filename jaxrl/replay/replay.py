@@ -38,7 +38,12 @@ ASIDE = ("run.", "mesh.", "log.", "record.", "replay.", "checkpoint.", "profile.
 
 
 class Done(NamedTuple):
-    """A step that was computed again, with fingerprints of the states before and after it, on the host."""
+    """A step that was computed again, with fingerprints of the states before and after it, on the host.
+
+    Attributes:
+      record: what was recorded of it. batch: rl.rollouts.Batch restored from it. prepared: rl.step.Prepared.
+      metrics: of the update. before, after: states.Look.
+    """
 
     record: files.Record
     batch: Any
@@ -53,6 +58,9 @@ class Replay:
 
     Args:
       s: session of the recorded config. paths: recorded step -> file. total_steps: of the recorded run, for schedules.
+
+    Attributes:
+      begin: [P] float32 sample of the parameters at the start (states.Look.sample). start: its step.
     """
 
     likelihood = None  # cached by what_if
@@ -79,11 +87,11 @@ class Replay:
         return states.look_at(trained_states(self.roles), moves).on_host()
 
     def record(self) -> files.Record:
-        """Reads the record of the next step."""
+        """Reads the record of the next step. Raises ConfigError if it is damaged (records.files.read)."""
         return files.read(self.paths[self.s.step + 1])
 
     def replay_step(self) -> Done:
-        """Computes the next step again."""
+        """Computes the next step again from its record; session and roles are one step further afterwards."""
         record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
         batch, before = restore_batch(record), self.hash_states()
         layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
@@ -94,7 +102,7 @@ class Replay:
         return Done(record, batch, prepared, metrics, before, self.hash_states())
 
     def compare(self, done: Done) -> verdict.Verdict:
-        """Compares a step that was computed again with its record."""
+        """Compares a step that was computed again with its record, within `rounding`; see replay.verdict."""
         return verdict.of_step(done.record, done.prepared, done.metrics, done.before, done.after, self.begin,
                                done.batch.traj, self.rounding)
 
@@ -102,8 +110,10 @@ class Replay:
 def run(config, inputs=None) -> dict:
     """Computes the steps of replay.steps again.
 
-    Returns the entries of summary.json: `replay`, and `tried` for the settings of replay.try.
-    """
+    inputs: what the run was started with from Python (PythonInputs), or None.
+
+    Returns the entries of summary.json: `replay` with a verdict for each step, and `tried` for the settings of
+    replay.try."""
     plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
@@ -142,7 +152,12 @@ class Plan:
     """Plans which steps of a recorded run are computed again, and from which checkpoints.
 
     Args:
-      wanted: steps, instead of replay.steps. option: group of the options that name run and steps, for messages.
+      config: the whole config; run.dir is the recorded run.
+      wanted: steps, instead of replay.steps; without either, all that can be computed again.
+      option: group of the options that name run and steps, for messages.
+
+    Attributes:
+      paths: recorded step -> file. checkpoints: folder of the run's checkpoints.
 
     Raises:
       ConfigError: nothing is recorded, or a requested step is not.
@@ -170,7 +185,9 @@ class Plan:
                               f"{ranges(list(self.paths))}")
 
     def nearest(self, step: int) -> int | None:
-        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded."""
+        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded.
+
+        None if there is none. Damaged checkpoints are logged and not used."""
         chain = step
         while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
             chain -= 1

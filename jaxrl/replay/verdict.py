@@ -27,8 +27,12 @@ COLUMNS = {"old": "log-probs of the proximal policy", "ref": "log-probs of the r
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The comparison of one stage. away: 0 equal, at most 1 within its bound, else inf. text: the
-    first or largest difference."""
+    """The comparison of one stage.
+
+    Attributes:
+      name: of the stage. text: the first or largest difference, "" if there is none.
+      away: 0 if equal, at most 1 within its bound (as a share of the bound), else inf.
+    """
 
     name: str
     away: float = 0.0
@@ -62,11 +66,15 @@ class Verdict:
 
 
 def of_step(record, prepared, metrics, before, after, begin, traj, rounding: float) -> Verdict:
-    """Compares a step with its record.
+    """Compares a step with its record, stage by stage.
+
+    Columns are compared at loss tokens only; two NaN are equal.
 
     Args:
       record: records.files.Record. prepared: rl.step.Prepared, the update's inputs. metrics: of the update.
-      before, after: states.Look on the host. begin: sample of the state that the replay started from.
+      before, after: states.Look on the host, of the states before and after the update.
+      begin: [n] sample of the parameters that the replay started from (a checkpoint).
+      traj: Trajectories of the step.
       rounding: relative difference that counts as rounding.
     """
     columns = record.part("column")

@@ -34,15 +34,18 @@ HEADER = ("setting", "step", "angle", "KL", "outside clip", "predicted", "realis
 
 
 def copied(state):
-    """Copies a TrainState into new buffers: updates donate the old ones."""
+    """Copies a TrainState into new buffers, with shapes, dtypes and names as they are: updates donate the old ones."""
     return jax.tree.map(jnp.copy, state)
 
 
 class StepState(NamedTuple):
     """A copy of everything that a step changes.
 
-    policy, critic: TrainStates; critic None without a trunk of its own. running: the critic's statistics of returns,
-    or None. reference: the reference's arrays, or None. epochs: of its last reset."""
+    Attributes:
+      policy, critic: TrainStates; critic None without a trunk of its own.
+      running: the critic's statistics of returns (roles.critic.Running), None without a critic.
+      reference: the reference's arrays, or None. epochs: passes over the data at its last reset.
+    """
 
     policy: Any
     critic: Any
@@ -52,7 +55,7 @@ class StepState(NamedTuple):
 
     @classmethod
     def of(cls, roles) -> StepState:
-        """Copies the states of the roles."""
+        """Copies the states of the roles (rl.roles.Roles); the reference's arrays are shared, not copied."""
         critic, reference = roles.critic, roles.reference
         own = None if critic is None or critic.shared else critic
         return cls(copied(roles.policy.state), copied(own.state) if own is not None else None,
@@ -60,7 +63,7 @@ class StepState(NamedTuple):
                    getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 
     def restore_to(self, roles) -> None:
-        """Puts copies of the states into the roles of a step."""
+        """Puts copies of the states into the roles of a step; this StepState can be restored again."""
         critic, reference = roles.critic, roles.reference
         roles.policy.state = copied(self.policy)
         if critic is not None:
@@ -75,13 +78,14 @@ class StepState(NamedTuple):
 
 @jax.jit
 def difference(after: dict, before: dict) -> dict:
-    """Returns after - before of two flat sets of parameters, in fp32."""
+    """Returns after - before of two flat dicts of parameters with the same names, arrays in fp32."""
     return {k: after[k].astype(jnp.float32) - before[k].astype(jnp.float32) for k in before}
 
 
 @jax.jit
 def dot(a: dict, b: dict):
-    """Returns the inner product of two flat dicts of parameters with the same names, in fp32."""
+    """Returns the inner product of two flat dicts of parameters with the same names, a [] fp32 array: the sum over all
+    parameters and elements, divided by nothing."""
     return sum(jnp.sum(a[k].astype(jnp.float32) * b[k].astype(jnp.float32)) for k in a)
 
 
@@ -92,7 +96,10 @@ def number(x) -> float:
 
 def logprobs(replay, state, traj, prepared) -> np.ndarray:
     """Returns [T] float64 log-probs (nats) of the loss tokens under a state, by the run's own scorer; 0 on the
-    others."""
+    others.
+
+    state: TrainState of the policy. traj: Trajectories of T tokens. prepared: rl.step.Prepared of the batch; its
+    columns "support" and "routes", if there, are used in scoring."""
     extra = {n: prepared.columns[n] for n in ("support", "routes") if n in prepared.columns} or None
     found = replay.roles.score(training.merge(state.trainable, state.frozen), traj, prepared.layout.update,
                                    *([] if extra is None else [extra]))
@@ -123,7 +130,7 @@ def _likelihood(job, optimizer):
 
 
 def holds(traj, micro, weights) -> bool:
-    """Returns whether a microbatch has a token with a nonzero weight. weights: [T]."""
+    """Returns whether a microbatch has a token with a nonzero weight. weights: [T] of the tokens of `traj`."""
     sequences = [i for row in micro.rows for block in row for i in block.sequences]
     return any(weights[traj.offsets[i]:traj.offsets[i + 1]].any() for i in sequences)
 
@@ -141,7 +148,14 @@ def kl(before, after) -> float:
 
 
 class Batch(NamedTuple):
-    """The batch and state on which all settings are measured."""
+    """The batch and state on which all settings are measured.
+
+    Attributes:
+      batch: rl.rollouts.Batch. state: StepState before the step.
+      before: [T] float64 log-probs (nats) under it. rewarded: [T] bool, loss tokens of completions whose advantages sum
+        to more than 0.
+      gradient: flat dict, of the mean log-prob of the rewarded tokens; {} if there are none.
+    """
 
     batch: Any
     state: StepState
@@ -202,7 +216,12 @@ def _measured(replay, shared: Batch, roles, prepared, way, base) -> dict:
 
 
 def altered(replay, name: str, value):
-    """Makes the roles of a step with one option changed. Raises ConfigError if the recorded state does not fit it."""
+    """Makes the roles of a step (rl.roles.Roles) with one option changed.
+
+    name: dotted name of the option. value: what it is set to.
+
+    Raises ConfigError if the recorded state does not fit the option: a critic that was or was not there, or another
+    structure of the optimizer's state."""
     own, s = replay.roles, replay.s
     asked = editable(s.spec.asked)
     put(asked, name, value)
@@ -223,7 +242,7 @@ def altered(replay, name: str, value):
 
 
 def text_of(step: int, rows: list[dict]) -> str:
-    """Formats the table for the console."""
+    """Formats the table of a step for the console. rows: those of `table`."""
     number = lambda x: "-" if x is None else f"{x:.4g}"  # noqa: E731
     cells = [list(HEADER), *[[row["setting"], number(row["step"]), f"{row['angle']:.2f}", number(row["kl"]),
                               f"{row['outside_clip']:.2%}", *[number(row[n]) for n in COLUMNS[5:]]] for row in rows]]

@@ -20,7 +20,8 @@ from jaxrl.report.watch import WatchedRuns, server
 
 
 def main(argv=None) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs `jaxrl report`; returns the exit status: 0, or 2 for a folder without a run or a place that cannot be
+    written."""
     parser = argparse.ArgumentParser(prog="jaxrl report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")

@@ -49,7 +49,7 @@ IGNORED_METRICS = ("time/wall",)
 
 
 def unit(name: str) -> str:
-    """Returns a metric's unit, by the first pattern that matches its name."""
+    """Returns a metric's unit, by the first pattern that matches its name; "" for a plain number."""
     found = next((u for pattern, u in UNITS if fnmatch.fnmatchcase(name, pattern)), None)
     if found is None:
         found = "%" if any(m.name == name and m.format == "percent" for m in METRICS) else ""
@@ -57,9 +57,8 @@ def unit(name: str) -> str:
 
 
 def groups(runs: list[Run]) -> list[list[int]]:
-    """Returns lists of indices of runs that differ only in run.seed (and in paths and logging,
-    which change no result).
-    """
+    """Returns lists of indices of runs that differ only in run.seed and run.resume (and in paths and logging,
+    which change no result). A run without a config is a group of its own."""
     out: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         own = str(run.config.get("run.dir") or "\0")
@@ -72,7 +71,12 @@ def groups(runs: list[Run]) -> list[list[int]]:
 
 
 def charts(runs: list[Run], grouped: list[list[int]]) -> dict[str, dict]:
-    """Returns metric -> {doc, unit, lines: [{g: group, x: steps, y: values, lo, hi: of several runs}]}."""
+    """Returns metric -> {doc, unit, lines: [{g: group, x: steps, y: values, ...}]}, thinned out (thin.kept_points).
+
+    A line of one run has its values; of several runs the mean as y, and lo, hi, of: the smallest, the largest and the
+    number of runs, at the steps that all of them have. Long ones have tx, ty, per: means of STRETCHES parts.
+
+    grouped: indices of the runs of each group (`groups`)."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.series) if name not in IGNORED_METRICS]
     curves = sum(sum(any(name in runs[i].series for i in g) for g in grouped) for name in names)
     points = int(np.clip(POINTS / max(1, curves), MIN_POINTS, MAX_POINTS))

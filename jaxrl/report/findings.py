@@ -14,7 +14,7 @@ SETTLED = 10     # steps after which no program should be compiled any more
 
 
 def findings(run: Run) -> list[dict]:
-    """Returns [{grave, text, steps}], grave ones first."""
+    """Returns [{text, grave: bool, steps: ranges as text, count, of}] about a run, grave ones first."""
     found = [*_ending(run), *_rules(run), *_numbers(run), *_programs(run), *_planned(run)]
     return sorted(found, key=lambda f: not f["grave"])
 
@@ -94,7 +94,8 @@ def _planned(run: Run):
 
 
 def finding(text: str, steps=(), of: int = 0, grave: bool = True) -> dict:
-    """Returns one finding with its steps as ranges."""
+    """Returns one finding, with its steps as ranges of text and their count. of: number of steps that were looked at.
+    """
     return {"text": text, "grave": grave, "steps": ranges(steps), "count": len(steps), "of": of}
 
 

@@ -167,7 +167,8 @@ class TokenTexts:
         """Returns what follows the prompt: [{text, trained, turn, reward}], and if tokens spell exactly this text
         {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps {advantages, gaps}. `trained` is
         False for text inserted between turns.
-        """
+
+        record: one of rollouts/ or eval/, with `columns` from `token_values` if its step was recorded."""
         told = record.get("episode")
         if not isinstance(told, list) or not told:
             told = [{"text": record.get("completion", ""), "trained": True}]

@@ -6,10 +6,12 @@ import numpy as np
 
 
 def kept_points(columns: list[np.ndarray], points: int) -> np.ndarray:
-    """Returns the ascending indices of the points to keep.
+    """Returns the ascending int indices of the points to keep.
+
+    Where all columns are constant these are the first and the last.
 
     Args:
-      columns: arrays [n] that are drawn over the same steps.
+      columns: float arrays [n] that are drawn over the same steps.
       points: about how many to keep. If there are more, the n points are cut into equal ranges; kept are the smallest
         and largest value of every column in each, the first point that is not finite, and the first and last point
         overall: no spike, dip or gap is lost, only its frequency.
@@ -33,7 +35,7 @@ def kept_points(columns: list[np.ndarray], points: int) -> np.ndarray:
 
 
 def short(x: float) -> float | int | None:
-    """Returns a number with five digits for the page; None if it is not finite."""
+    """Returns a number with five significant digits for the page, an int if it is whole; None if it is not finite."""
     if not np.isfinite(x):
         return None
     x = float(f"{x:.5g}")

@@ -14,11 +14,12 @@ BINS, SLOWEST = 300, 8
 
 
 def phases(run: Run) -> dict:
-    """Returns {names, x, y: [seconds per step by phase], median, slow}; {} without times.
+    """Returns the seconds of a run's steps by phase, for the page; {} without times.
 
-    Many steps are combined into equal ranges with their mean (`per`: how many), so that the seconds still add up; the
-    slowest steps are listed one by one.
-    """
+    Entries: names and doing (what each phase does); x: first step of each range, last; y: [phases][ranges] mean seconds
+    per step; per: most steps of a range; usual, newest, slow: single steps ({step, seconds by phase}). Many steps are
+    combined into BINS equal ranges, so that the seconds still add up; usual is the step of median seconds, slow the
+    SLOWEST slowest ones."""
     steps, total = run.column("time/step")
     fine = (steps > 0) & np.isfinite(total)  # line 0 is the evaluation before the first step
     steps, total = steps[fine], total[fine]
@@ -43,7 +44,8 @@ def phases(run: Run) -> dict:
 
 
 def plan(run: Run) -> list[list]:
-    """Returns [[what, unit, planned, measured], ...] of summary.json, for what both have."""
+    """Returns [[what, unit, planned, measured], ...] of summary.json, None for what one side lacks; bytes are in MiB.
+    """
     planned, measured = run.summary.get("planned") or {}, run.summary.get("measured") or {}
     rows = []
     for name in sorted(planned.keys() | measured.keys(), key=lambda n: (n != "step_seconds", n)):

@@ -14,7 +14,10 @@ READ = ("metrics.jsonl", "summary.json", "config.json", "rollouts", "eval", "ima
 
 
 class WatchedRuns:
-    """The content of runs, rebuilt when one of their files has changed."""
+    """The content of runs, rebuilt when one of their files has changed.
+
+    folders: run directories. steps: training steps whose completions are shown, None for evenly spaced ones. seconds:
+    between the page's refreshes."""
 
     def __init__(self, folders, steps, seconds: float):
         self._folders, self._steps, self._seconds = [Path(f) for f in folders], steps, seconds
@@ -22,7 +25,7 @@ class WatchedRuns:
         self._content: dict = {}
 
     def content(self) -> dict:
-        """Returns the page's data."""
+        """Returns the page's data (report.content); callable from several threads."""
         with self._lock:
             files = [f / name for f in self._folders for name in READ]
             seen = [(p.stat().st_mtime_ns, p.stat().st_size) for p in files if p.exists()]

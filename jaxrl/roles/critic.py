@@ -25,7 +25,11 @@ from jaxrl.training.score import make_value_score
 
 @dataclasses.dataclass
 class Running:
-    """The running mean and standard deviation of all returns (Chan et al.'s update of counts, means and squares)."""
+    """The running mean and standard deviation of all returns (Chan et al.'s update of counts, means and squares).
+
+    Attributes:
+      count: number of returns added. mean: their mean. squares: sum of their squared deviations from it.
+    """
 
     count: float = 0.0
     mean: float = 0.0
@@ -37,7 +41,7 @@ class Running:
         return math.sqrt(self.squares / self.count) if self.count > 1 and self.squares > 0 else 1.0
 
     def add(self, x: np.ndarray) -> None:
-        """Adds returns x [n] to the statistics."""
+        """Adds returns x [n] float to the statistics, in place; none (n = 0) changes nothing."""
         if not len(x):
             return
         n, mean = len(x), float(x.mean())
@@ -51,7 +55,12 @@ class Critic(Role):
     """The critic of a job. A part of a run (see Session.restore): every checkpoint has its arrays and host values.
 
     Args:
-      total_steps: RL steps of the run, for the schedule.
+      job: run.setup.Job, whose config.critic has the options.
+      total_steps: RL steps of the run; with epochs and minibatches they give the optimizer steps of the schedule.
+
+    Attributes:
+      shared: whether it is a value head on the policy's trunk, with no state of its own (critic.shared).
+      running: Running, the statistics of returns by which critic.normalize scales values.
     """
 
     def __init__(self, job, total_steps: int):
@@ -84,7 +93,9 @@ class Critic(Role):
             self.job, self.optimizer, self.tree, everything=True, role=self.device_role)
 
     def start(self, arrays, host: dict | None) -> None:
-        """Starts from a checkpoint's arrays and host values, or from critic.path or the policy's start (None)."""
+        """Starts from a checkpoint's arrays and host values, or from critic.path or the policy's start (None).
+
+        arrays: the TrainState, as `arrays` returns it. host: fields of Running, as `host` returns it."""
         if host:
             self.running = Running(**host)
         if not self.shared:
@@ -97,7 +108,7 @@ class Critic(Role):
         return {} if self.shared else self.state
 
     def host(self) -> dict:
-        """Returns the running statistics of returns for a checkpoint."""
+        """Returns the running statistics of returns for a checkpoint: the fields of Running by name."""
         return dataclasses.asdict(self.running)
 
     def _new(self):
@@ -118,10 +129,16 @@ class Critic(Role):
     # ---- its steps
 
     def values(self, policy_state, traj, layout):
-        """Computes values before any update of this step.
+        """Computes values of the states that loss tokens were sampled in, before any update of this step.
+
+        Args:
+          policy_state: TrainState of the policy, read with critic.shared. traj: Trajectories. layout: how they are
+            packed.
 
         Returns:
-          (values [T] float64 in units of the score, outputs of the network [T], normalised per critic.normalize).
+          (values [T] float64 in units of the score, outputs of the network [T] float32, 0 except at loss tokens). With
+          critic.normalize values are mean + std * output, by the running statistics before this step's returns, so they
+          are `mean` except at loss tokens; else both are equal.
         """
         if self.shared:
             raw = self._score(training.merge(policy_state.trainable, policy_state.frozen), traj, layout)
@@ -144,8 +161,15 @@ class Critic(Role):
     def columns(self, returns, raw, mask) -> dict[str, np.ndarray]:
         """Returns the columns of the value loss, in the network's units, and updates the running statistics.
 
+        With critic.normalize the mask's returns are added to the statistics first, then (return - mean) / std; `raw`
+        stays as it is, in the units that the statistics had before.
+
         Args:
-          returns: [T] in units of the score. raw: [T] outputs of the network. mask: [T] bool, loss tokens.
+          returns: [T] float in units of the score. raw: [T] float32 outputs of the network. mask: [T] bool, loss
+            tokens.
+
+        Returns:
+          {"return": [T] float32, "old_value": raw}.
         """
         if self.options.normalize:
             self.running.add(returns[mask])
@@ -153,10 +177,12 @@ class Critic(Role):
         return {"return": returns.astype(np.float32), "old_value": raw}
 
     def learn(self, traj, columns, seed: int) -> list:
-        """Runs all its optimizer steps on one batch.
+        """Runs all its optimizer steps on one batch. The loss is a mean over the loss tokens of each minibatch.
 
         Args:
-          columns: with return and old_value, [T]. seed: of the shuffle into minibatches.
+          traj: Trajectories of T tokens.
+          columns: with return and old_value, [T] float32 (`columns`); others are left out.
+          seed: of the shuffle into minibatches, at most one for each prompt group. All epochs have the same ones.
 
         Returns:
           The metrics of each step, on the device; [] for a shared trunk, which the policy's update trains.

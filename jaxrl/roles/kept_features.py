@@ -27,7 +27,8 @@ log = logging.getLogger("jaxrl")
 
 
 def keeps_features(config, model) -> bool:
-    """Whether a job keeps features: nothing of its model's tower trains, and no option asks for fresh ones."""
+    """Whether a job keeps features: its model has a tower of which nothing trains, and train.image_features is not
+    "fresh"."""
     if model.config.vision is None or config.train.image_features == "fresh":
         return False
     names = ["/".join(entry.path) for entry in model.entries if entry.path[0] == "vision"]
@@ -38,7 +39,8 @@ def keeps_features(config, model) -> bool:
 
 
 class KeptFeatures:
-    """Features by a picture's number.
+    """Features by a picture's number, in host memory up to train.image_cache_gb (1e9 bytes each); the least recently
+    used are dropped first.
 
     Args:
       job: run.setup.Job, with room for images in its rows.
@@ -63,7 +65,10 @@ class KeptFeatures:
         self._program = jax.jit(program)
 
     def shown(self, traj):
-        """Returns the Trajectories with features in the place of their pictures' patches. Collective."""
+        """Returns the Trajectories with features in the place of their pictures' patches. Collective.
+
+        Features of a picture are [F, (1 + taps) * E]: F image tokens, the tower's output and its taps side by side.
+        Missing ones are computed. Without pictures the batch is returned as it is."""
         if traj.pictures is None:
             return traj
         found = self._of(traj.pictures)

@@ -45,7 +45,9 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
 def attach_adapter(config, model):
-    """Returns the model with the adapters of config.lora, if any. Raises ConfigError as peft.resolve does."""
+    """Returns the model with the adapters of config.lora: one, a set for lora.adapters, or none if lora is off.
+
+    Raises ConfigError (peft.resolve) for options that do not fit the model."""
     if not lora_on(config):
         return model
     bits = config.lora.base if config.lora.base != "none" else ""
@@ -64,12 +66,15 @@ def policy_tree(model, shares_trunk: bool):
 
 
 def flat_axes(tree) -> dict[str, tuple]:
-    """Returns flat parameter name -> logical axis names."""
+    """Returns flat parameter name -> logical axis names, a tuple with one for each axis. tree: Model or ValueModel."""
     return {"/".join(entry.path): entry.axes for entry in tree.entries}
 
 
 def flat_layers(model, tree) -> dict[str, tuple[int, ...]]:
-    """Returns flat parameter name -> numbers of its layers (decoder.layers_of). tree: the model, or one around it."""
+    """Returns flat parameter name -> numbers of its layers (decoder.layers_of), a tuple of ints.
+
+    model: the language model whose config names the layers. tree: its table of parameters, or that of a ValueModel
+    around it."""
     return {"/".join(entry.path): decoder.layers_of(model.config, entry.path) for entry in tree.entries}
 
 
@@ -91,12 +96,14 @@ def policy_optimizer(job, updates: int):
 
 def in_parts(job) -> str:
     """Returns the argument `in_parts` of training.make_update for the policy: "none" for several adapters, whose
-    optimizer state is small."""
+    optimizer state is small, else training.in_parts of optimizer.name."""
     return "none" if adapter_set.adapter_names(job.model) else training.in_parts(job.config.optimizer.name)
 
 
 def source_of(path: str) -> str:
-    """Returns where a model's path or hub id is read from; without a network the hub is not tried."""
+    """Returns where a model's path or hub id is read from: a folder or a hub id; "" for an empty path.
+
+    Side effect: for a hub id without a network, the hub is not tried."""
     found = jaxrl_data.resolve(path) if path else ""
     if found and not Path(found).is_dir():
         jaxrl_data.offline_if_unreachable()
@@ -104,8 +111,13 @@ def source_of(path: str) -> str:
 
 
 def param_shardings(job, rules=sharding.TRAIN_RULES, tree=None, role="policy"):
-    """Returns the tree of shardings of a role's parameters. tree: Model or ValueModel with their table; None = the
-    policy's."""
+    """Returns the nested tree of shardings of a role's parameters, on that role's mesh.
+
+    Args:
+      rules: logical axis name -> mesh axes, e.g. sharding.TRAIN_RULES.
+      tree: Model or ValueModel whose table names the parameters; None = the policy's.
+      role: name of the role, "policy", "critic" ...
+    """
     tree = tree or job.tree
     return sharding.param_shardings(job.mesh_of(role), tree.logical_axes(), _shapes(tree, jnp.float32), rules)
 
@@ -115,11 +127,13 @@ def _shapes(tree, dtype):
 
 
 def dtype_of(job, everything=False):
-    """Returns a function entry of the parameter table -> dtype: train.param_dtype; lora.base_dtype for a frozen base.
+    """Returns a function entry of the parameter table -> dtype, for the parameters of the TrainState.
 
-    Adapters are fp32, because their steps are small relative to their values. So are kernels that become codes
-    (lora.base), and the codes' scales. everything: all parameters train, as for a critic.
-    """
+    It is train.param_dtype for what trains and lora.base_dtype for the frozen base of adapters; a row of the table may
+    ask for a wider one. Adapters are fp32, because their steps are small relative to their values. So are kernels that
+    become codes (lora.base), before they are quantized, and the codes' scales.
+
+    everything: all parameters train, as for a critic; train.param_dtype for every entry."""
     master = DTYPES[job.config.train.param_dtype]
     if job.model.adapter is None or everything:
         return lambda entry: entry.dtype(master)
@@ -149,7 +163,9 @@ def untrained_names(tree) -> frozenset[str]:
 
 
 def cast(tree, params, dtype):
-    """Casts parameters of a Model or ValueModel to `dtype` (one, or a tree); Row.fixed entries stay fp32 or better."""
+    """Casts parameters (nested tree) of a Model or ValueModel, `tree`, and returns the new tree.
+
+    dtype: one for all, where Row.fixed entries stay fp32 or better; or a nested tree with the dtype of each."""
     kinds = dtype if isinstance(dtype, dict) else tree.tree(lambda entry: entry.dtype(dtype))
     return jax.tree.map(lambda x, kind: x.astype(kind), params, kinds)
 
@@ -158,12 +174,14 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
     """Loads or initialises the language model the run starts from, without adapters.
 
     Args:
-      path: folder or hub id, at hub `revision`; "" = model.path, or random from run.seed for model.init=random.
-      dtype: one, or a tree of them; None = train.param_dtype. role: on whose devices. as_codes:
-        kernels quantized as lora.base.
+      path: folder or hub id; "" = model.path, or random values from run.seed for model.init=random.
+      dtype: one, or a nested tree of them; None = train.param_dtype.
+      role: name of the role on whose devices the arrays are placed.
+      revision: hub revision of `path`; without a path it is model.revision.
+      as_codes: quantize kernels as lora.base says.
 
     Returns:
-      Nested tree of sharded arrays.
+      Nested tree of sharded arrays; the large ones of a streamed role are in host memory if they were loaded.
     """
     c, model = job.config.model, job.model.base
     dtype = DTYPES[job.config.train.param_dtype] if dtype is None else dtype
@@ -185,7 +203,9 @@ def initial_params(job, path: str = "", dtype=None, role="policy", revision=None
 
 
 def move_to_host(tree):
-    """Moves the large arrays of a streamed role to host memory, one by one; frees their device buffers."""
+    """Moves the large arrays (memory.worth_it) of a streamed role to host memory, one by one; returns the tree.
+
+    Trap: the device buffers of what it moves are deleted, so the given tree cannot be used afterwards."""
     def one(x):
         if memory.rests(x) or not memory.worth_it(x):
             return x
@@ -212,18 +232,23 @@ def _to_codes(job):
 
 
 def base_params(job):
-    """Loads the base of a policy with adapters, as in its TrainState; quantizes arrays one by one as they are read."""
+    """Loads the base of a policy with adapters, in the dtypes of its TrainState (`dtype_of`), as a nested tree.
+
+    Kernels that lora.base quantizes become codes one array at a time, as they are read."""
     dtypes = job.model.base.tree(dtype_of(job))
     return initial_params(job, dtype=dtypes, as_codes=bool(job.model.adapter.quantized))
 
 
 def initial_policy(job):
-    """Returns the language model as the policy starts: initial_params, with adapters if any."""
+    """Returns the nested tree of the language model as the policy starts: initial_params, with adapters if any."""
     return initial_params(job) if job.model.adapter is None else add_initial_adapters(job, base_params(job))
 
 
 def add_initial_adapters(job, params):
-    """Adds initial adapters to the base's parameters: those of lora.path, or lora.init's from run.seed."""
+    """Adds initial adapters to the base's parameters (nested tree); returns the nested tree of both.
+
+    Adapters are drawn from run.seed as lora.init says; those of the folder lora.path, if set, replace them.
+    lora.init=eva reads the training rows; without rows (evaluation alone) it is "default"."""
     where = {"/".join(e.path): e for e in job.model.entries if e.row.init == "adapter"}
     places = flattened(param_shardings(job, tree=job.model))
     key = jax.random.fold_in(jax.random.key(job.config.run.seed), zlib.crc32(b"lora"))
@@ -253,7 +278,8 @@ def _directions(job, params):
 
 
 def start_params(job):
-    """Returns the parameters of a new policy's TrainState: initial_policy, with a value head of zeros if any."""
+    """Returns the parameters (nested tree) of a new policy's TrainState: initial_policy, with a value head of zeros if
+    the critic shares the trunk. The head has train.param_dtype."""
     params = initial_policy(job)
     if job.tree is job.model:
         return params
@@ -274,12 +300,19 @@ def engine_model(job):
 
 
 def engine_params(job, params):
-    """Returns the parameters that the engine gets (lora.publish), from those with adapters (nested trees)."""
+    """Returns the parameters (nested tree) that the engine gets, from the policy's `params` with adapters.
+
+    With lora.publish=adapter they are returned as they are, else adapters are merged into the base (`merge_adapters`).
+    """
     return params if engine_model(job) is job.model else merge_adapters(job, params)
 
 
 def merge_adapters(job, params):
-    """Merges adapters into the base: parameters without adapters that compute the same. Other arrays are shared."""
+    """Merges adapters into the base: returns the nested tree of a model without adapters that computes the same.
+
+    Merged kernels are new arrays W + scale * A B (adapters.merged); kernels stored as codes become plain ones. All
+    other arrays are shared with `params`. Where some arrays are in host memory, kernels are merged one after the other.
+    Without adapters `params` itself is returned."""
     if job.model.adapter is None:
         return params
     flat = flattened(params)
@@ -372,9 +405,17 @@ def _parts(job, params, everything: bool):
 
 
 def abstract_state(job, optimizer, tree=None, everything=False, role="policy") -> TrainState:
-    """Returns shapes, dtypes and shardings of the TrainState, for restoring and for sharded creation.
+    """Returns the TrainState with a jax.ShapeDtypeStruct (shape, dtype, sharding) for every array; makes no array.
 
-    tree: table of the parameters (None = the policy's). everything: all train, even those in model.frozen.
+    It is what checkpoints are restored into and what `new_state` creates. Moments have their parameter's sharding, all
+    other arrays are replicated. Large arrays of a streamed role, and with optimizer.offload the optimizer's state, are
+    placed in host memory.
+
+    Args:
+      optimizer: optax transformation, or training.adapter_set.Optimizers.
+      tree: table of the parameters (None = the policy's).
+      everything: all parameters train, even those in model.frozen.
+      role: name of the role on whose mesh the arrays are.
     """
     c, tree = job.config, tree or job.tree
     where, kind = param_shardings(job, tree=tree, role=role), dtype_of(job, everything)
@@ -411,7 +452,9 @@ def _part_of(param, shape) -> bool:
 
 
 def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
-    """Makes a TrainState at step 0 around `params`, whose buffers it donates."""
+    """Makes a TrainState at step 0 around `params` (nested tree), with the shardings of `abstract` (`abstract_state`).
+
+    everything: all parameters train. Trap: the buffers of `params` are donated, so they cannot be used afterwards."""
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     if any(map(memory.rests, jax.tree.leaves(abstract))):

@@ -24,7 +24,8 @@ def training_temperature(config) -> float:
 
 
 def precision(job) -> dict:
-    """Returns the keyword arguments that every objective of a job takes: chunks, clipping, router terms, loss scale."""
+    """Returns the keyword arguments that every objective of a job takes: chunk, max_grad_norm, fp16, router_balance,
+    router_z, router_bias_rate and loss_scale, from the options of train and optimizer."""
     c = job.config
     fp16 = job.compute_dtype == jnp.float16
     return dict(chunk=c.train.logprob_chunk, max_grad_norm=c.optimizer.max_grad_norm, fp16=fp16,
@@ -38,6 +39,13 @@ class Reference(Role):
 
     A part of checkpoints (see Session.restore); they hold its arrays only if it is reset during the run, otherwise it
     is loaded again.
+
+    Args:
+      job: run.setup.Job. score: (params, traj, layout) -> [T] float32 log-probs in nats.
+
+    Attributes:
+      moves: whether it is reset during the run (reference.reset_steps, reference.reset_epochs).
+      epochs: passes over the data at which a reset was last due.
     """
 
     # whose base it is where adapters train, and whose features it reads: set by rl.roles.Roles and sums.ReferenceSums
@@ -67,7 +75,10 @@ class Reference(Role):
         return memory.kept(found) if self.streamed_from_host else found
 
     def start(self, arrays, host: dict | None) -> None:
-        """Starts from a checkpoint, or from reference.path or the policy's start (None)."""
+        """Starts from a checkpoint, or from reference.path or the policy's start (None).
+
+        arrays: nested tree as `arrays` returns it. host: as `host` returns it. Both are read only if it is reset during
+        the run. Processes without devices of the reference load nothing."""
         if host and self.moves:
             self.state, self.epochs = arrays, host["epochs"]
         elif self.job.here(self.name):
@@ -88,7 +99,7 @@ class Reference(Role):
         return parameters.param_shardings(self.job, tree=self.job.model.base, role=self.name)
 
     def arrays(self):
-        """Returns its arrays for a checkpoint; {} if it never changes."""
+        """Returns its arrays for a checkpoint (nested tree in reference.dtype); {} if it never changes."""
         return self.state if self.moves else {}
 
     def host(self) -> dict | None:
@@ -98,8 +109,9 @@ class Reference(Role):
     def after_step(self, policy, step: int, epoch: float) -> dict[str, float]:
         """Copies the policy if a reset is due after `step` completed steps and `epoch` passes over the data.
 
-        Returns the metric policy/reference_reset; {} if it is never reset.
-        """
+        With reference.reset_optimizer the policy's optimizer starts again, too.
+
+        Returns {"policy/reference_reset": 1.0 if it was reset, else 0.0}; {} if it is never reset."""
         if not self.moves:
             return {}
         steps, passes = self.options.reset_steps, self.options.reset_epochs
@@ -113,7 +125,7 @@ class Reference(Role):
         return {"policy/reference_reset": float(due)}
 
     def take(self, policy) -> None:
-        """Copies the policy's weights."""
+        """Copies the policy's weights as the engine takes them (Policy.weights), in reference.dtype, to its devices."""
         self.state = self._cast(policy.weights())
         if self.job.mesh_of(self.name) is not self.job.mesh:
             self.state = memory.moved(self.state, self._place())
@@ -138,11 +150,15 @@ class BaseReference(Reference):
                                      chunk=job.config.train.logprob_chunk, put=self.put)
 
     def abstract(self):
-        """Returns shapes, dtypes and shardings of its checkpointed arrays; {} for the base alone."""
+        """Returns shapes, dtypes and shardings of its checkpointed arrays, a flat dict by name; {} for the base alone.
+        """
         return {} if self.alone else _of_model(self.policy.abstract()["trainable"])
 
     def start(self, arrays, host: dict | None) -> None:
-        """Starts from a checkpoint's arrays and host values, or as a copy of the policy (None)."""
+        """Starts from a checkpoint's arrays and host values, or as a copy of the policy (None); does nothing for the
+        base alone.
+
+        arrays: flat dict of what the policy trains. host: {"epochs": of the last reset}."""
         if self.alone:
             return
         if host is None:
@@ -151,7 +167,7 @@ class BaseReference(Reference):
             self.state, self.epochs = arrays, host["epochs"]
 
     def take(self, policy) -> None:
-        """Copies what the policy trains, in its dtype."""
+        """Copies the arrays that the policy trains, without a value head, in their dtypes."""
         def copy(x):
             return parameters.move_to_host(cast_params(x, x.dtype)) if memory.rests(x) else jnp.copy(x)
 
@@ -165,11 +181,11 @@ class BaseReference(Reference):
         return policy_params(self.state, frozen)
 
     def arrays(self):
-        """Returns its arrays for a checkpoint; {} for the base alone."""
+        """Returns its arrays for a checkpoint, a flat dict by name; {} for the base alone."""
         return {} if self.alone else self.state
 
     def host(self) -> dict | None:
-        """Returns its host values for a checkpoint; None for the base alone."""
+        """Returns its host values for a checkpoint, {"epochs": of the last reset}; None for the base alone."""
         return None if self.alone else {"epochs": self.epochs}
 
 

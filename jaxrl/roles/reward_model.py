@@ -31,7 +31,13 @@ PART, OVERLONG = "reward_model", "error: too long"
 
 
 class RewardModelFiles(NamedTuple):
-    """The description of a reward model, read before any device work. render: reward.model.render, resolved."""
+    """The description of a reward model, read before any device work.
+
+    Attributes:
+      source: folder or hub id. hf_config: its Hugging Face config. tokenizer: its own.
+      tree: ValueModel, the table of its parameters.
+      render: reward.model.render with "auto" replaced: "tokens", "text" or "chat".
+    """
 
     source: str
     hf_config: dict
@@ -87,7 +93,11 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
 
 
 def longest_scored(config, render: str) -> int:
-    """Returns the most tokens of a sequence that the reward model reads; text rendered for it may be twice as long."""
+    """Returns the most tokens of a sequence that the reward model reads.
+
+    It is reward.model.max_sequence_tokens, or else the longest sequence of a run; twice that for text rendered for it.
+
+    render: "tokens", "text" or "chat"."""
     return config.reward.model.max_sequence_tokens or (1 if render == "tokens" else 2) * longest_sequence(config)
 
 
@@ -128,11 +138,15 @@ class RewardModel(Role):
         """Adds the part `reward_model` with its weight: the score after the last token of each trajectory. Collective.
 
         Of several sequences of a trajectory it reads the last. A sequence that is longer than
-        reward.model.max_sequence_tokens, or whose score is not finite, has no score, which counts as a failure.
+        reward.model.max_sequence_tokens, or whose score is not finite, has no score (NaN in the part), which counts as
+        a failure.
 
         Args:
           traj: N trajectories. examples, texts: row and completion text of each.
           result: RewardResult of the reward functions; None (after a stop) is returned as None.
+
+        Returns:
+          A new RewardResult (`add_part`); its totals are sums, not divided by the weights.
 
         Raises:
           RunStopped: more than reward.max_failed_fraction of the completions have no score.
@@ -161,7 +175,13 @@ class RewardModel(Role):
 
 
 def add_part(result: RewardResult, values, outcomes, weight: float) -> RewardResult:
-    """Returns the result with the part `reward_model`. values: [N], NaN = absent. outcomes: [N], "ok" or a reason."""
+    """Returns the result with the part `reward_model`: its total plus weight * values.
+
+    A missing summand counts as 0; a total is NaN if both are missing. Metrics are computed again.
+
+    Args:
+      values: [N] float, NaN = absent. outcomes: [N], "ok" or a reason. weight: reward.model.weight.
+    """
     known = np.isfinite(values)
     has = known | np.isfinite(result.total)
     total = np.where(has, weight * np.where(known, values, 0.0) + np.nan_to_num(result.total), np.nan)
@@ -171,7 +191,7 @@ def add_part(result: RewardResult, values, outcomes, weight: float) -> RewardRes
 
 
 class Tokens:
-    """Passes the sampled tokens on as they are."""
+    """Passes the sampled tokens on as they are, for a reward model with the policy's tokenizer."""
 
     def __call__(self, traj, examples, texts):
         """Returns ([prompt ids], [ids after them], [N] prefixes: equal values mean equal prompts)."""
@@ -186,6 +206,9 @@ class Rendering:
 
     kind="text": the prompt as a run with that tokenizer would render it, the completion, and an end token if the
     completion finished. kind="chat": the chat template's rendering of the conversation with the completion in it.
+
+    Args:
+      config: the run's. tokenizer: the reward model's. kind: "text" or "chat".
     """
 
     def __init__(self, config, tokenizer, kind: str):

@@ -42,7 +42,7 @@ class Role:
     Args:
       name: of the role: "policy", "reference", "critic" ...
       job: run.setup.Job, which knows the role's mesh and whether it rests in host memory.
-      score: (params, traj, layout) -> [T], compiled for the role's devices; None for one that is not scored.
+      score: (params, traj, layout) -> [T] float32, compiled for the role's devices; None for one that is not scored.
 
     Attributes:
       state: the parameters (nested tree), or the TrainState around them; None before `start`.
@@ -68,7 +68,7 @@ class Role:
 
     @functools.cached_property
     def put(self):
-        """Returns a function that puts a host PackedBatch on the role's devices."""
+        """A function that puts a host PackedBatch on the role's devices (sharding.mesh.batch_sharding)."""
         return functools.partial(put, sharding=batch_sharding(self.job.mesh_of(self.device_role)))
 
     def on(self):
@@ -76,24 +76,28 @@ class Role:
         return self.job.on(self.device_role)
 
     def params(self):
-        """Returns the parameters as one nested tree, where the programs of its devices can use them."""
+        """Returns the parameters as one nested tree, on the devices; those of a streamed role stay in host memory.
+
+        Trap: of a TrainState the arrays are shared with `state`, and an update donates them."""
         state = self.state
         tree = training.merge(state.trainable, state.frozen) if isinstance(state, TrainState) else state
         return tree if self.streamed_from_host else memory.to_devices(tree)
 
     def shown(self, traj):
-        """Returns a batch as this role's passes read it: its pictures with features that are kept, if there are any.
-        Collective."""
+        """Returns a batch (Trajectories) as this role's passes read it: as it is, unless a role that keeps image
+        features replaces patches by them. Collective."""
         return traj
 
     def score(self, traj, layout, columns=None) -> np.ndarray:
         """Scores a batch under these parameters. Collective: processes without devices of the role receive the result.
 
         Args:
-          columns: token columns to pack with the batch; None = those that scoring takes by default.
+          traj: Trajectories of T tokens. layout: their training.layout.Layout, by which they are packed.
+          columns: {name: [T, ...]} token columns to pack with the batch; None = those that scoring takes by default.
 
         Returns:
-          [T] float32, log-probs or values at loss tokens.
+          [T] float32, log-probs (nats) or values at loss tokens, 0 on the others. What the role's own score function
+          gives may be a dict instead (training.score.make_score with routes).
         """
         where, sent, traj = self.scored_by, b"", self.shown(traj)
         if where is None or jax.process_index() in where:
@@ -106,7 +110,7 @@ class Role:
 
     @functools.cached_property
     def scored_by(self) -> list[int] | None:
-        """Returns the indices of the processes that have its devices; None = all."""
+        """The indices of the processes that have its devices; None = all."""
         found = processes_of(self.job.mesh_of(self.device_role))
         return None if len(found) == jax.process_count() else found
 
@@ -120,8 +124,14 @@ class Policy(Role):
     """The parameters that train, with optimizer and update program. A session checkpoints it (see Session.restore).
 
     Args:
+      job: run.setup.Job.
       objective: training.Objective that the update minimises.
-      updates: optimizer steps of the whole run, for the schedule. score: see Role.
+      updates: optimizer steps of the whole run, at least 1, for the learning-rate schedule.
+      score: (params, traj, layout) -> [T] float32 log-probs in nats; None = it is not scored.
+
+    Attributes:
+      state: TrainState; its `trainable` and `frozen` are flat dicts.
+      adapters: names of an adapter set; () without one.
     """
 
     def __init__(self, job, objective, updates: int, score=None):
@@ -143,18 +153,26 @@ class Policy(Role):
         return KeptFeatures(self.job, tower, self.put)
 
     def shown(self, traj):
+        """Returns a batch (Trajectories) with kept image features in place of patches, if the policy keeps any; else
+        the batch itself. Collective."""
         return traj if self.features is None else self.features.shown(traj)
 
     def update(self, batches) -> dict:
-        """Runs one optimizer step on the microbatches of a minibatch; returns its metrics, on the device."""
+        """Runs one optimizer step on the microbatches of a minibatch; returns its metrics, on the device.
+
+        batches: device PackedBatches whose loss weights are divided for the whole optimizer step
+        (training.loss_weights). The TrainState's buffers are donated: copies of the old state have to be made before.
+        """
         self.state, metrics = self.program(self.state, batches)
         return metrics
 
     def gradients(self, state, batches):
-        """Returns (gradient of the objective, metrics) of a state on microbatches, or None without any.
+        """Returns (gradient of the objective, metrics) of a state on microbatches, or None without any. Changes
+        nothing.
 
-        Changes nothing.
-        """
+        The gradient is a flat dict by the names of state.trainable, the sum over microbatches, neither clipped nor
+        averaged; in fp16 it is that of the loss times stats["loss_scale"]. batches: device PackedBatches, as for
+        `update`."""
         return self.program.gradients(state, batches)
 
     def restart_optimizer(self) -> None:
@@ -164,7 +182,10 @@ class Policy(Role):
         self.state = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
-        """Writes a Hugging Face folder: the model, or adapters per lora.export, each in a subfolder if several."""
+        """Writes a Hugging Face folder, in checkpoint.export_dtype.
+
+        It holds the merged model, or with lora.export=adapter the adapter in PEFT's files; each of an adapter set is in
+        a subfolder of its name."""
         job = self.job
         for k, name in enumerate(adapter_set.adapter_names(job.model)):
             own = adapter_set.take_leaves(job.model, k, {**self.state.trainable, **self.state.frozen})
@@ -190,7 +211,8 @@ class Policy(Role):
         return parameters.engine_model(self.job) is not self.job.model
 
     def weights(self):
-        """Returns the language model's parameters (nested tree) as the engine takes them."""
+        """Returns the language model's parameters (nested tree, no value head) as the engine takes them: adapters
+        merged unless lora.publish=adapter. Arrays that are not merged are shared with the state."""
         params = policy_params(self.state.trainable, self.state.frozen)
         return parameters.merge_adapters(self.job, params) if self.merges_adapters else params
 
@@ -227,10 +249,11 @@ class Policy(Role):
         return fields if self.job.model.adapter is None else {**fields, "base_digest": np.zeros(32, np.uint8)}
 
     def start(self, arrays: dict | None) -> None:
-        """Starts from a checkpoint's arrays, or from the config's model (None).
+        """Starts from a checkpoint's arrays, or from the config's model (None). `abstract` has to be called before.
 
-        Raises ConfigError if the base of adapters is not the one that they were trained on.
-        """
+        arrays: TrainState field -> value as `arrays` returns it, with "base_digest" ([32] uint8) for adapters.
+
+        Raises ConfigError if the base of adapters is not the one that they were trained on."""
         if arrays is None:
             start = parameters.start_params(self.job)
             self.state = parameters.new_state(self.job, self.optimizer, self._abstract, start)
@@ -244,21 +267,27 @@ class Policy(Role):
                 parameters.check_base(self.base_digest, was)
 
     def arrays(self) -> dict:
-        """Returns the arrays of a checkpoint, by field of the TrainState; with adapters the base's digest."""
+        """Returns the arrays of a checkpoint, by field of the TrainState. With adapters the frozen base is left out and
+        "base_digest" ([32] uint8) identifies it."""
         fields = parameters.checkpoint_fields(self.job, dict(vars(self.state)))
         return fields if self.job.model.adapter is None else {**fields, "base_digest": self.base_digest}
 
 
 def policy_params(trainable, frozen):
-    """Merges flat trainable and frozen parameters to the language model's nested tree, without a value head."""
+    """Merges trainable and frozen parameters (flat dicts by name) to the language model's nested tree, without a
+    value head. Arrays are shared, not copied."""
     return {name: node for name, node in training.merge(trainable, frozen).items() if name != "value"}
 
 
 class WeightSync:
-    """Syncs the policy's weights to the engine, with completed steps as their version.
+    """Syncs the policy's weights to the engine, with completed steps as their version. A call syncs now. Collective.
 
     Args:
-      publish: (params, version) -> hands weights to the engine or to the queue before it.
+      s: the Session, whose `step` counts completed steps.
+      publish: (params, version) -> hands weights (Policy.weights) to the engine or to the queue before it.
+
+    Attributes:
+      version: steps completed at the last sync; -1 before the first.
     """
 
     def __init__(self, s, policy: Policy, publish):
@@ -275,7 +304,9 @@ class WeightSync:
 
 
 def check_finite(state: TrainState, config) -> None:
-    """Raises NothingFinite after optimizer.max_nonfinite updates in a row whose loss or gradient was not finite."""
+    """Raises NothingFinite after optimizer.max_nonfinite updates in a row whose loss or gradient was not finite.
+
+    state: TrainState; the streak is read from its stats, for each adapter of a set by itself. Waits for the update."""
     limit = config.optimizer.max_nonfinite
     tables = state.stats if isinstance(state.step, dict) else {"": state.stats}  # an adapter set has a table for each
     for adapter, stats in tables.items():
@@ -289,11 +320,13 @@ def check_finite(state: TrainState, config) -> None:
 
 
 def host_scalars(metrics) -> dict[str, float]:
-    """Converts the metrics of an update from device scalars to Python floats, in one transfer."""
+    """Converts the metrics of an update, name -> [] device scalar, to Python floats, in one transfer."""
     return {k: float(np.asarray(v)) for k, v in jax.device_get(metrics).items()}
 
 
 def keep_schedules(fresh, old):
-    """Returns the fresh optimizer state with the learning-rate schedules' counts of `old`."""
+    """Returns the optax state `fresh` with the learning-rate schedules' step counts of `old`.
+
+    Both are trees of one structure; every optax.ScaleByScheduleState is taken from `old`."""
     is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)  # noqa: E731
     return jax.tree.map(lambda new, was: was if is_schedule(new) else new, fresh, old, is_leaf=is_schedule)

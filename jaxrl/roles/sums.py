@@ -22,15 +22,16 @@ RECORD = np.dtype([("key", f"V{KEY}"), ("sum", "<f8"), ("check", "V8")])  # chec
 
 
 def logprob_sums(role, traj, layout) -> np.ndarray:
-    """Returns [N] float64 sums of the completions' log-probs under a role's parameters, in nats."""
+    """Returns [N] float64: the sum of each completion's log-probs under a role's parameters, in nats.
+
+    The sum is over the loss tokens of a trajectory and is not divided by their number. Collective (Role.score)."""
     return traj.total(role.score(traj, layout).astype(np.float64))
 
 
 def completion_keys(traj) -> list[bytes]:
-    """Returns a hash of prompt and completion token ids and images for each trajectory (of one sequence each).
+    """Returns [N] keys of 16 bytes: a BLAKE2b hash of prompt length, token ids and images of each trajectory.
 
-    Another text, template, tokenizer or picture gives another key.
-    """
+    Another text, template, tokenizer or picture gives another key. Each trajectory must be one sequence."""
     out, shown = [], traj.pictures and traj.pictures.digests(traj.num_sequences)
     for i, prompt in enumerate(traj.prompt_lengths):
         ids = traj.tokens[traj.offsets[i]:traj.offsets[i + 1]].astype("<i4")
@@ -40,7 +41,9 @@ def completion_keys(traj) -> list[bytes]:
 
 
 class SharedBaseReference(Reference):
-    """The reference of a policy that trains adapters from its frozen base: that base, without a second copy."""
+    """The reference of a policy that trains adapters from its frozen base: that base, without a second copy.
+
+    `policy` must be set before its parameters are read (ReferenceSums does)."""
 
     def __init__(self, job, score):
         super().__init__(job, score)
@@ -53,7 +56,7 @@ class SharedBaseReference(Reference):
         """Does nothing: the policy moves the parameters."""
 
     def params(self):
-        """Returns the policy's parameters without adapters (nested tree)."""
+        """Returns the policy's parameters without adapters (nested tree), on its devices."""
         return adapters.without(self.policy.params())
 
 
@@ -62,7 +65,11 @@ class ReferenceSums:
 
     Every sum is stored in <run.dir>/reference/<digest>.bin as a completion's key, its sum and a digest of both. The
     file's name is a digest of the reference (weights, model config, dtypes), so another reference has another file. The
-    model is loaded when a sum is missing, and freed once a call finds none missing.
+    model is loaded when a sum is missing, and freed once a call finds none missing. Collective.
+
+    Args:
+      s: the Session: its run_dir, processes and run.mode; only run.mode=train writes the file.
+      job: run.setup.Job. score: (params, traj, layout) -> [T] float32 log-probs (nats) at temperature 1.
     """
 
     def __init__(self, s, job, score):

@@ -32,24 +32,30 @@ ARRAYS = ("keys", "offsets", "ids", "logprobs")
 
 
 def keys_of(traj) -> list[bytes]:
-    """Returns the key of each sequence."""
+    """Returns the key of each sequence of a batch (Trajectories): 16 bytes of token ids, loss mask and images."""
     shown = traj.pictures.digests(traj.num_sequences) if traj.pictures is not None else [b""] * traj.num_sequences
     pieces = zip(traj.offsets, traj.offsets[1:], shown, strict=False)
     return [key(traj.tokens[a:b], traj.loss_mask[a:b], images) for a, b, images in pieces]
 
 
 def key(tokens, mask, images: bytes = b"") -> bytes:
-    """Returns the key of one sequence. tokens: its ids. mask: its loss tokens. images: digest of its images."""
+    """Returns the key of one sequence of n tokens, 16 bytes.
+
+    tokens: [n] int ids. mask: [n] bool, its loss tokens. images: digest of its images (types.Pictures.digests)."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=WIDTH)
     digest.update(np.packbits(np.asarray(mask, bool)).tobytes() + images)
     return digest.digest()
 
 
 def write(folder, name: str, traj, ids, logprobs, *, vocabulary: str, temperature: float, teacher: str) -> None:
-    """Writes the file of one batch, atomically.
+    """Writes <folder>/<name>.safetensors, the file of one batch, atomically; creates the folder.
 
     Args:
-      ids, logprobs: [T, K], of which loss tokens are stored. The others go into the metadata.
+      traj: Trajectories of T tokens.
+      ids, logprobs: [T, K], most probable tokens (the highest first, -1 = none) and their log-probs in nats; the rows
+        of loss tokens are stored, as int32 and float32.
+      vocabulary: fingerprint of the tokenizer (teachers.vocabulary). temperature: of the log-probs. teacher: a name,
+        for people. The three go into the metadata.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +86,11 @@ class TeacherFiles:
 
     Args:
       folder: teacher.files.
-      vocabulary: of the student's tokenizer.
+      vocabulary: fingerprint of the student's tokenizer (teachers.vocabulary), which the files must have.
       options: config.distill, whose top_k and teacher_temperature the files must have.
 
     Raises:
-      ConfigError: nothing readable there, other tokens, another temperature, fewer than top_k.
+      ConfigError: no file or an unreadable or damaged one, another vocabulary or temperature, fewer than top_k tokens.
     """
 
     def __init__(self, folder: str, vocabulary: str, options):
@@ -117,10 +123,11 @@ class TeacherFiles:
             raise ConfigError(f"teacher.files={folder!r}: no files there; write them with teacher.save")
 
     def columns(self, traj) -> dict[str, np.ndarray]:
-        """Returns teacher_ids [T, top_k] (-1 where not scored) and teacher_logprobs [T, top_k] of a batch.
+        """Returns {"teacher_ids": [T, top_k] int32, "teacher_logprobs": [T, top_k] float32 in nats} of a batch.
 
-        Raises ConfigError if the files lack one of its sequences.
-        """
+        Except at loss tokens ids are -1 and log-probs 0.
+
+        Raises ConfigError if the files lack one of its sequences."""
         ids = np.full((len(traj.tokens), self.top), -1, np.int32)
         logprobs, missing = np.zeros(ids.shape, np.float32), []
         for i, (a, b, own) in enumerate(zip(traj.offsets, traj.offsets[1:], keys_of(traj), strict=False)):

@@ -98,12 +98,23 @@ def vocabulary(tokenizer) -> str:
 
 
 def open_teacher(job):
-    """Opens the teacher of the config: local, servers or files. Raises ConfigError."""
+    """Opens the teacher of the config: LocalTeacher, ServerTeacher or FileTeacher.
+
+    Raises ConfigError if its files do not fit the student (TeacherFiles), or if a local one is too short for the run's
+    sequences or has fewer tokens than distill.top_k."""
     return {"local": LocalTeacher, "servers": ServerTeacher, "files": FileTeacher}[teacher_kind(job.config)](job)
 
 
 class LocalTeacher(Role):
-    """A frozen teacher on devices of the run (mesh.roles.teacher)."""
+    """A frozen teacher on devices of the run (mesh.roles.teacher), in teacher.dtype.
+
+    Raises ConfigError if its positions do not reach the run's longest sequence, or if distill.top_k exceeds the ids
+    that teacher and student share.
+
+    Attributes:
+      wants: part of its distribution that the loss needs (`needed_part`).
+      vocab: number of ids that both models have.
+    """
 
     def __init__(self, job):
         super().__init__("teacher", job)
@@ -131,7 +142,21 @@ class LocalTeacher(Role):
         self.rest()
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
-        """Returns the token columns of the loss. Raises RunStopped for a token that the teacher has no id for."""
+        """Returns the token columns of the loss, each at loss tokens; log-probs are in nats at
+        distill.teacher_temperature.
+
+        Args:
+          traj: Trajectories of T tokens. layout: how they are packed.
+          student: () -> [T, K] ids of the student's most probable tokens; called only if `wants` is "at".
+
+        Returns:
+          By `wants`:
+            "hidden"       {"teacher_hidden": [T, D] the states that predict the tokens, in the compute dtype}
+            "logprob"      {"teacher": [T] float32, of the tokens themselves}
+            "top", "at"    {"teacher_ids": [T, K] int32, -1 for ids that one model lacks,
+                            "teacher_logprobs": [T, K] float32}
+
+        Raises RunStopped for a token that the teacher has no id for."""
         if (beyond := int(traj.tokens.max())) >= (size := self.model.config.vocab_size):
             raise RunStopped(f"the student wrote the token {beyond}, one of its padded ids that no text has; the "
                              f"teacher's model ends at {size - 1}. Train the student on text first (run.recipe=sft), "
@@ -154,8 +179,8 @@ class LocalTeacher(Role):
     def head(self) -> dict[str, jax.Array]:
         """Returns {parameter name: output matrix} for a divergence over the whole vocabulary; {} for other losses.
 
-        The matrix is as wide as the student's and is on the policy's devices, where the divergence is computed.
-        """
+        The matrix is as wide as the student's: cut, or padded with zeros. It is on the policy's devices, where the
+        divergence is computed."""
         if self.wants != "hidden":
             return {}
         tied, job = self.model.config.tied, self.job
@@ -180,7 +205,12 @@ class LocalTeacher(Role):
 
 
 class ServerTeacher:
-    """A teacher on vLLM servers, which return log-probs of a prompt's tokens and of the most probable tokens."""
+    """A teacher on vLLM servers, which return log-probs of a prompt's tokens and of the most probable tokens.
+
+    `targets`, `head` and `close` are those of a LocalTeacher; it has no part "hidden" or "at".
+
+    Raises ConfigError for a server that does not reply, has another model than the others, or takes shorter sequences
+    only (PromptScorer)."""
 
     def __init__(self, job):
         c = job.config
@@ -192,7 +222,11 @@ class ServerTeacher:
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
-        """Returns the token columns of the loss; process 0 requests them and sends them to the others. Collective."""
+        """Returns the token columns of the loss; process 0 requests them and sends them to the others. Collective.
+
+        For the loss "sampled" it is {"teacher": [T] float32 log-probs (nats) of the tokens themselves, 0 except at loss
+        tokens}; else {"teacher_ids": [T, K] int32, -1 = none or unknown to the student; "teacher_logprobs": [T, K]
+        float32}. layout and student are not read."""
         sent = b""
         if peers().first:
             sent = encode(None, self._request(traj))
@@ -216,7 +250,8 @@ class ServerTeacher:
 
 
 class FileTeacher:
-    """A teacher whose outputs for the same rows were saved with teacher.save."""
+    """A teacher whose outputs for the same rows were saved with teacher.save. Raises ConfigError for files that do not
+    fit (TeacherFiles)."""
 
     def __init__(self, job):
         c = job.config
@@ -227,8 +262,10 @@ class FileTeacher:
         return {}
 
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
-        """Returns the token columns of the loss, teacher_ids and teacher_logprobs, from the files. Raises as
-        TeacherFiles.columns does."""
+        """Returns the token columns of the loss from the files: teacher_ids [T, K] int32 (-1 = none) and
+        teacher_logprobs [T, K] float32 (nats), K = distill.top_k. layout and student are not read.
+
+        Raises ConfigError if the files lack a sequence of the batch."""
         return self._files.columns(traj)
 
     def close(self) -> None:

@@ -21,12 +21,11 @@ def read_tower_config(source: str, revision: str | None, images=None, weights: b
     """Returns the HF config of a model that sees a job's images, with its tower.
 
     Args:
-      source, revision: a folder or hub id.
+      source, revision: a folder or hub id, and the hub's revision.
       images: the job's ImageSource; None: a job of text, whose models are read without a tower.
-      weights: as hf.load_config's.
+      weights: passed to hf.load_config.
 
-    Raises ConfigError for a model without a tower, and for one whose tower sees other patches.
-    """
+    Raises ConfigError for a model without a tower, and for one whose tower sees other patches (SAME, or windows)."""
     out = hf.load_config(source, revision, weights=weights, images=images is not None)
     if images is None:
         return out
@@ -53,7 +52,8 @@ def with_room(shapes, job, patches: int):
 
     Each length has as large a share of patches as the policy's rows, at least `patches` (the most of one sequence),
     rounded up to a multiple of 8 merge^2 per rank.
-    """
+
+    shapes: training.RowShapes without that room. job: run.setup.Job, whose row_shapes are the policy's."""
     if job.images is None:
         return shapes
     own, unit = job.row_shapes, 8 * job.images.merge**2 * shapes.ranks

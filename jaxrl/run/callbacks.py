@@ -102,7 +102,11 @@ def hooks_of(callback) -> dict[str, tuple[str, Callable]]:
 
 
 class Callbacks:
-    """Calls a session's callbacks on process 0: those of all hooks that are due, in one collective call a step."""
+    """Calls a session's callbacks on process 0: those of all hooks that are due, in one collective call a step.
+
+    Attributes:
+      used: whether any process may have callbacks; if not, `call` does nothing.
+    """
 
     def __init__(self, session):
         self.session = session

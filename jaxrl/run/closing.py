@@ -26,7 +26,8 @@ class Closers:
         self._closers.append(lambda: context.__exit__(None, None, None))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes everything. Raises the first failure unless the run already ends by `error`; logs all others."""
+        """Closes everything, the newest first. Raises the first failure unless the run already ends by `error`; logs
+        all others."""
         first = None
         while self._closers:
             try:

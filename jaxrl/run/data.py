@@ -30,8 +30,8 @@ LOOKED_AT = 16  # first rows of a set that are looked at for images a model does
 
 
 def sets_to_complete(c, eval_sets: dict) -> dict:
-    """Returns the held-out sets that need completions: all; in jobs of pairs those whose rows are prompts alone. Raises
-    ConfigError for a set that mixes both."""
+    """Returns the held-out sets that need completions, name -> Dataset: all; in jobs of pairs those whose rows are
+    prompts alone. Raises ConfigError for a set that mixes both."""
     if not c.recipe.pairs:
         return eval_sets
     out = {}
@@ -47,8 +47,15 @@ def sets_to_complete(c, eval_sets: dict) -> dict:
 def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | None = None):
     """Reads the job's data. Returns (training Dataset or None in run.mode=eval, held-out Datasets by name).
 
-    eos: token that ends supervised completions. tools: schemas of the tools that prompts offer. images: the job's
-    ImageSource, or None. Raises DataError or ConfigError for data that cannot be used."""
+    Warns of held-out sets whose prompts are training prompts, too.
+
+    Args:
+      c: the Spec. inputs: PythonInputs, whose rows replace those of the config. tokenizer: of the policy.
+      eos: token that ends supervised completions.
+      tools: schemas of the tools that prompts offer.
+      images: the job's ImageSource, or None.
+
+    Raises DataError or ConfigError for data that cannot be used."""
     train_set: Any = None
     if c.run.mode != "eval":
         train_set = jaxrl_data.load_train(c, tokenizer, eos, inputs.data, tools, images)
@@ -87,8 +94,8 @@ def _prompts(dataset, lengths=None) -> Iterator[bytes]:
 def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     """Returns the ImageSource of a job, None if its model has no tower for images or data.image_column is empty.
 
-    Raises ConfigError for a column that was set for a model without a tower.
-    """
+    Raises ConfigError for a column, or env.image_tokens, that was set for a model without a tower, and for
+    env.image_tokens in a job that does not train on images."""
     m, outer = config.model, _outer(config, hf_config)
     if not _has_tower(outer):
         if config.env.image_tokens and config.episodes:
@@ -217,7 +224,9 @@ def _refused(spec) -> str:
 
 
 def with_tower(config, inputs, images: ImageSource):
-    """Returns ModelInputs of the model with its vision tower, for a job whose rows hold images."""
+    """Returns ModelInputs of the model with its vision tower, for a job whose rows hold images.
+
+    inputs: ModelInputs without it. images: the job's ImageSource; its `window` and `two_way` are set to the tower's."""
     m = config.model
     hf_config = hf.load_config(source_of(m.path), m.revision, m.config.to_dict(), weights=m.init == "pretrained",
                                images=True)
@@ -271,8 +280,10 @@ def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, ima
 
 
 def with_room(job, dataset, held_out=()):
-    """Returns the job with packed rows that have room for the images of its training data (None: it has none) and of
-    held-out sets, where their completions are laid out in rows, too."""
+    """Returns the job with packed rows that have room for the images of its training data and of held-out sets, where
+    their completions are laid out in rows, too.
+
+    dataset: training Dataset; None = there is none. held_out: Datasets, read in jobs of pairs alone."""
     c, unit, whole = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks, []
     for one in [*([] if dataset is None else [dataset]), *(held_out if c.recipe.pairs else ())]:
         own = one.target_lengths + one.rejected_lengths

@@ -51,6 +51,9 @@ class JudgeServers:
     Args:
       config: of the run. functions: names of the run's reward functions. count: processes of the run.
 
+    Attributes:
+      servers: name of a judge -> its Server (address and key).
+
     Raises:
       ConfigError: the run has several processes, or vLLM is not installed.
     """

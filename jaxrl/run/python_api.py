@@ -37,8 +37,14 @@ def apply_python_inputs(config, model=None, data=None, rewards=None, tokenizer=N
                         tools=None) -> PythonInputs:
     """Sets the options that the arguments of jaxrl.train replace, in place, and returns the objects among them.
 
-    Raises ConfigError for an argument of the wrong type.
-    """
+    Args:
+      config: editable config. None for any argument below leaves its options alone.
+      model: folder or hub id. tokenizer: folder, hub id or a tokenizer of transformers.
+      data: path, or rows. eval: rows or a path, or set name -> one of them; without names the set is "eval".
+      rewards: function, name or a sequence of them; reward.weights is reset. env: function or name.
+      tools: function, name or a sequence of them. callbacks: see run.callbacks.
+
+    Raises ConfigError for an argument of the wrong type, and for a model beside run.warm_start."""
     if model is not None:
         if not isinstance(model, str):
             raise ConfigError(f"model is {type_of(model)}: expected a Hugging Face folder or hub id")

@@ -137,7 +137,8 @@ class Session:
             log.info("changed since the checkpoint: %s", change)
 
     def resumed_part(self, name: str) -> dict | None:
-        """Returns the host values of a part in the checkpoint that is resumed, or None."""
+        """Returns the host values of a part in the checkpoint that is resumed, by the part's name; None if it lacks
+        them."""
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
     def set_stream(self, stream, fingerprints: dict) -> None:
@@ -291,7 +292,7 @@ class Session:
         return None if self._stop_agreed else done
 
     def decide(self, what: str, choose, *arguments):
-        """Returns choose(*arguments) of process 0 on all processes. Collective."""
+        """Returns choose(*arguments) of process 0 on all processes. Collective. what: of the decision, for its tag."""
         if self.peers.count == 1:
             return choose(*arguments)
         return self.peers.decide(f"{self.collective_tag}: {what}", choose, *arguments)

@@ -63,7 +63,16 @@ CHOICES = {"unembed": ("train", "leave-out"), "sampler": ("jax", "vllm")}
 
 
 class Options(NamedTuple):
-    """The command line. config: further options by dotted name."""
+    """The command line of `jaxrl serve tinker`, by the names of its options.
+
+    Attributes:
+      model: folder or hub id of the base. names: of the base model for clients; () = `model`.
+      rank: largest of an adapter; 0 = all parameters are trained. alpha: of every adapter, of scale alpha / rank.
+      max_length: most tokens of a sequence. image_tokens: most of a sequence, 0 = text alone.
+      together: most requests of one forward and backward pass.
+      sync: seconds within which the disk has a record of the journal; None = when the system writes it.
+      config: further options of jaxrl by dotted name.
+    """
 
     model: str
     names: tuple[str, ...] = ()
@@ -82,7 +91,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str]) -> Options:
-    """Parses a command line. Raises ConfigError."""
+    """Parses the arguments of `jaxrl serve tinker`. Raises ConfigError for unknown options and values out of bounds."""
     found: dict = {"config": {}, "names": ()}
     kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
              "unembed": str, "sampler": str, "image-tokens": int, "together": int, "sync": _seconds}
@@ -124,7 +133,9 @@ def _seconds(text: str) -> float | None:
 
 
 def config_of(options: Options):
-    """Returns the config of the base, the devices and the sampler."""
+    """Returns the config (editable) of the base, the devices and the sampler.
+
+    Raises ConfigError for --rank=0 with train.param_dtype other than fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
@@ -147,7 +158,11 @@ def config_of(options: Options):
 
 
 class Server(NamedTuple):
-    """A server that is built and not started. app: ASGI. worker: runs in the main thread."""
+    """A server that is built and not started.
+
+    Attributes:
+      app: the ASGI application. worker: service.worker.Worker, which runs in the main thread. names: of the base model.
+    """
 
     app: Any
     worker: Any
@@ -222,7 +237,9 @@ def full_files(job):
 
 
 def open_base(options: Options):
-    """Returns (Job of base, adapters, devices and rows; most patches of a sequence). Raises ConfigError."""
+    """Returns (Job of base, adapters, devices and rows; most patches of a sequence, 0 without images).
+
+    Raises ConfigError for a base that cannot be read or that does not fit the options."""
     from jaxrl.resolve.spec import resolve
     from jaxrl.run.setup import check_weights, open_job, read_model_inputs, start_jax
     from jaxrl.service.trainer import with_head
@@ -283,7 +300,9 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
 
 def serve(server: Server, options: Options) -> None:
-    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs."""
+    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs.
+
+    Raises ConfigError if the port is taken, OSError if a result or snapshot cannot be written."""
     import uvicorn
 
     http = uvicorn.Server(uvicorn.Config(server.app, options.host, options.port, log_level="warning", lifespan="off",
@@ -329,7 +348,8 @@ def _nothing():
 
 
 def main(argv: list[str]) -> int:
-    """Runs `jaxrl serve tinker`; returns its exit status."""
+    """Runs `jaxrl serve tinker`; returns its exit status: 0 after a stop or --help, 2 for a ConfigError, 1 if the disk
+    fails."""
     if any(argument in ("-h", "--help") for argument in argv):
         print((__doc__ or "").rstrip())
         return 0

@@ -34,7 +34,12 @@ MOST_NOTES = 65536  # characters of JSON of a field that is kept and returned
 
 
 class Field(NamedTuple):
-    """A field of a body. default: of an absent or null one; REQUIRED = there is none. low, high: bounds of numbers."""
+    """A field of a body.
+
+    Attributes:
+      kind: types that a value may have. default: of an absent or null field; REQUIRED = it must be there.
+      low, high: bounds of numbers, low <= value < high.
+    """
 
     kind: tuple[type, ...]
     default: Any = None
@@ -92,7 +97,7 @@ NOT_SERVED = {"topk_prompt_logprobs": (0, "leave it out"), "topk_sample_logprobs
 
 
 def parse(body: bytes) -> dict:
-    """Parses a JSON object. Raises Refused."""
+    """Parses a JSON object. Raises Refused (400) for other bodies, and for numbers that are not finite."""
     try:
         found = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if SURROGATE.search(body):
@@ -111,7 +116,12 @@ def _finite(text: str) -> float:
 
 
 def read(kind: str, body: dict, where: str = "") -> dict:
-    """Returns the fields of a body with their defaults. Raises Refused naming field, value and remedy."""
+    """Returns the fields of a body with their defaults, by name.
+
+    kind: name of a table of BODIES. where: prefix of error messages; "" = kind.
+
+    Raises Refused (422) naming field, value and remedy: for an unknown or missing field, another type, a number out of
+    bounds, notes that are too long."""
     fields, where = BODIES[kind], where or kind
     for name, value in body.items():
         if name not in fields and value is not None:
@@ -136,10 +146,11 @@ def read(kind: str, body: dict, where: str = "") -> dict:
 
 
 def lora_options(config: dict, seed: int, leave_out: bool) -> LoraOptions:
-    """Returns the adapter that a lora_config describes. Raises Refused.
+    """Returns the adapter that a lora_config describes. Raises Refused (422) for a field that `read` refuses.
 
     Args:
-      seed: where it names none.
+      config: the lora_config of a body.
+      seed: uint32 for a config that names none; its own is taken modulo 2^32.
       leave_out: train_unembed=True trains no output matrix.
     """
     c = read("lora_config", config)
@@ -148,13 +159,15 @@ def lora_options(config: dict, seed: int, leave_out: bool) -> LoraOptions:
 
 
 def check_optimizer(config: dict | None) -> None:
-    """Raises Refused for an optimizer other than AdamW."""
+    """Raises Refused (422) for an optimizer_config other than {"type": "adamw"} or None."""
     if config is not None and config != {"type": "adamw"}:
         raise Refused(422, f"optimizer_config={config!r}: this server has adamw; leave it out")
 
 
 def adam_settings(body: dict) -> AdamSettings:
-    """Returns the settings of an optim_step. Raises Refused for values out of bounds."""
+    """Returns the settings of an optim_step, from a body that `read` has checked.
+
+    Raises Refused (422) for optimizer_params, for numbers below 0, and for betas that are not below 1."""
     if body["optimizer_params"] is not None:
         raise Refused(422, f"optim_step.optimizer_params.type={body['optimizer_params'].get('type')!r}: this server "
                       "has AdamW; send tinker.AdamParams")
@@ -170,11 +183,16 @@ def adam_settings(body: dict) -> AdamSettings:
 
 
 def batch(data, loss_fn: str, config: dict, longest: int, vocab: int, sight: Sight | None = None) -> Batch:
-    """Returns the data of a forward_backward as the trainer takes them. Raises Refused naming datum, field and value.
+    """Returns the data of a forward_backward as the trainer takes them. Raises Refused (422) naming datum, field and
+    value.
+
+    Weights of a datum are 1 if it sends none; log-probs and advantages that the loss does not read are 0.
 
     Args:
-      data: wire.Datum list. longest: most tokens of a sequence, the last target included. vocab: ids are below it.
-      sight: what reads images; None = none are served.
+      data: wire.Datum list.
+      loss_fn: name of API_LOSSES. config: option of the loss -> number, at least 0.
+      longest: most tokens of a sequence, the last target included. vocab: ids are below it.
+      sight: service.images.Sight, which reads images; None = none are served.
     """
     loss = API_LOSSES.get(loss_fn)
     if loss is None:
@@ -258,7 +276,13 @@ def _check_ids(ids: np.ndarray, vocab: int, where: str) -> None:
 
 
 class Sample(NamedTuple):
-    """A checked asample."""
+    """A checked asample.
+
+    Attributes:
+      prompt: [P] int32, with image tokens. count: samples. seed: of all of them, None = by the request's name.
+      scores: return log-probs of the prompt. last: of its last tokens alone; None = of all.
+      pictures: the prompt's images; None = there is none.
+    """
 
     prompt: np.ndarray  # [P] int32
     count: int
@@ -271,7 +295,15 @@ class Sample(NamedTuple):
 
 def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool,
            sight: Sight | None = None) -> Sample:
-    """Returns the sampling request of a body that `read` has checked. Raises Refused."""
+    """Returns the sampling request of a body that `read` has checked. Raises Refused (422).
+
+    At most the tokens that are left of `longest` after the prompt are sampled; max_tokens may ask for more.
+
+    Args:
+      eos_ids: the model's end tokens, which end a sample beside those of the request; a request with stop=[] has none.
+      longest: most tokens of prompt and sample. vocab: ids are below it. has_text: whether stop texts can be searched.
+      sight: service.images.Sight, which reads images; None = none are served.
+    """
     for name, (nothing, remedy) in NOT_SERVED.items():
         if body[name] != nothing:
             raise Refused(422, f"asample.{name}={body[name]!r} is not served here; {remedy}")
@@ -300,7 +332,13 @@ def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_t
 
 
 def prompt_tokens(prompt: dict, longest: int, vocab: int, sight: Sight | None) -> tuple[np.ndarray, Places | None]:
-    """Returns (the token ids [P] of a prompt's chunks, where images stand). Raises Refused."""
+    """Returns (the token ids [P] int32 of a prompt's chunks, the Places of its images; None without images).
+
+    Args:
+      longest: ids and image tokens are fewer than it. vocab: ids are below it. sight: reads images; None = refuses
+        them.
+
+    Raises Refused (422) for other chunks, ids out of range, and a prompt that is empty or too long."""
     parts, images = [], []
     chunks = read("prompt", prompt)["chunks"]
     if len(chunks) > longest:

@@ -25,8 +25,10 @@ class FullTrainer(Trainer):
     """A Trainer whose runs have no adapter: LoraOptions of rank 0.
 
     Args:
-      model, base, places, everywhere, row_shapes, put, chunk: as of Trainer; the model has no adapter. The base's
-        arrays are copied to host memory.
+      model: jaxrl.models.Model without an adapter.
+      base: flat dict of its parameters, on the devices; copied to host memory, where each run starts from them.
+      places, everywhere, row_shapes, put, chunk: shardings, rows, transfer and logits per chunk, as Trainer explains
+        them.
       write: (parameter tree, folder) -> writes a folder. read: folder -> flat dict of what it holds, on the devices.
     """
 
@@ -38,7 +40,7 @@ class FullTrainer(Trainer):
         self._begin = jax.jit(make, out_shardings=self._places_of(jax.eval_shape(make, self.initial)))
 
     def start(self, options: LoraOptions) -> Run:
-        """Starts a run at the base. Raises Refused for an adapter, or a part of the parameters."""
+        """Starts a run at the base. Raises Refused (422) for an adapter, or a part of the parameters."""
         if options.rank != 0:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains all parameters; create the run "
                           f"with rank=0, or start the server with --rank={options.rank}")
@@ -48,12 +50,12 @@ class FullTrainer(Trainer):
         return self.restored(options, self.initial)
 
     def restored(self, options: LoraOptions, leaves: dict, moments=None) -> Run:
-        """Starts a run from all parameters, by flat name; `moments` are a save's (count, mu, nu)."""
+        """Starts a run from all parameters, by flat name; `moments` are a save's (count, mu, nu), None = zeros."""
         placed = {name: jax.device_put(leaves[name], self.places[name]) for name in self.initial}
         return self._run(options, None, self._begin(placed), moments)
 
     def params_without_scales(self, leaves: dict):
-        """Returns `params`: there are no scales."""
+        """Returns the parameter tree of all leaves: without adapters there are no scales."""
         return self.params(leaves)
 
     def read(self, folder) -> dict:
@@ -61,13 +63,13 @@ class FullTrainer(Trainer):
         return self._read(folder)
 
     def export(self, run: Run, folder) -> None:
-        """Writes a Hugging Face folder."""
+        """Writes all parameters of a run as a Hugging Face folder."""
         self._write(merge(run.state.trainable, {}), folder)
 
     def fitted(self, moments: dict) -> dict:
-        """Returns saved moments as they are."""
+        """Returns saved moments as they are: without adapters there is no rank to fit."""
         return moments
 
     def base_leaves(self) -> dict[str, np.ndarray]:
-        """Returns the base's parameters."""
+        """Returns the base's parameters in host memory, flat name -> array."""
         return self.initial

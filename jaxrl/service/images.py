@@ -21,7 +21,7 @@ from jaxrl.types import Pictures, Places
 
 
 class Sight:
-    """What the model sees.
+    """Turns image chunks of requests into image tokens and the pictures that they stand for.
 
     Args:
       source: data.images.source.ImageSource.
@@ -33,7 +33,14 @@ class Sight:
         self.pad = source.tokenizer.convert_tokens_to_ids(source.tokens.pad)
 
     def expand(self, text_N: np.ndarray, chunks: tuple[ImageChunk, ...], where: str) -> tuple[np.ndarray, Places]:
-        """Returns (tokens with those of the images, where these stand). Raises Refused."""
+        """Returns (tokens [N'] int32 with those of the images in their places, Places of the I images).
+
+        Args:
+          text_N: [N] int32 token ids without the images. chunks: the images, by position in the text.
+          where: prefix of error messages.
+
+        Raises Refused (422) for an image that cannot be read, has other than the expected tokens, or does not fit
+        `most`."""
         parts, firsts, grids, numbers, kept, begin, length = [], [], [], [], [], 0, 0
         for k, chunk in enumerate(chunks):
             number, grid, image = self._picture(chunk, f"{where}: image {k}")
@@ -75,7 +82,10 @@ class Sight:
 
 def expanded(text_N: np.ndarray, chunks: tuple[ImageChunk, ...], sight: Sight | None,
              where: str) -> tuple[np.ndarray, Places | None]:
-    """Returns (tokens, where images stand; None without images). Raises Refused for images that are not served."""
+    """Returns (tokens [N'] int32, Places of the images; None without images): `Sight.expand` where there are images.
+
+    sight: None on a server that reads text. where: prefix of error messages. Raises Refused (422) for images
+    that are not served."""
     if not chunks:
         return text_N, None
     if sight is None:

@@ -30,7 +30,11 @@ LONGEST = 1 << 30  # bytes of a record, beyond which its head is damaged
 
 
 class Record(NamedTuple):
-    """header: JSON, with the entry "kind". body: bytes."""
+    """A record of the journal.
+
+    Attributes:
+      header: JSON, with the entry "kind". body: bytes, such as those of a request.
+    """
 
     header: dict
     body: bytes

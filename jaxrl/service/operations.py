@@ -51,7 +51,12 @@ class Promise:
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """What is known of a run beside its numbers. options: LoraOptions; None before it was created."""
+    """What is known of a run beside its numbers.
+
+    Attributes:
+      session: its id. options: LoraOptions; None before it was created. used: time of its last request, seconds since
+        1970.
+    """
 
     session: str
     options: LoraOptions | None = None
@@ -223,7 +228,11 @@ class Operations:
     # ---- sessions
 
     def create_session(self, body: dict, raw: bytes, key: str) -> dict:
-        """Creates a session. key: of the request, the same if it is sent again."""
+        """Creates a session; returns {"type", "session_id"} and a warning if output matrices are left out.
+
+        body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session.
+
+        Raises Refused (422) for a key that came with another request."""
         b, digest = bodies.read("create_session", body), hashlib.sha256(raw).hexdigest()
         session, before = self.created.get((user.get(), key), ("", digest))
         if before not in ("", digest):
@@ -256,14 +265,14 @@ class Operations:
         return {name: model for name, model in self.models.items() if model.options is not None and self._sees(name)}
 
     def session(self, session_id: str) -> dict:
-        """Returns a session. Raises Refused(404)."""
+        """Returns a session of the user by id. Raises Refused (404) for one that is not known or another user's."""
         if session_id not in self.sessions or not self._sees(session_id):
             raise Refused(404, f"session_id={session_id!r}: there is no such session; the server may have been "
                           "restarted")
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> Model:
-        """Returns a run. Raises Refused(404)."""
+        """Returns a run of the user by id. Raises Refused (404) for one that is not known or another user's."""
         if model_id not in self.models or not self._sees(model_id):
             raise Refused(404, f"model_id={model_id!r}: there is no such run; after a restart of the server create one "
                           "from saved weights (create_training_client_from_state_with_optimizer)")
@@ -277,7 +286,7 @@ class Operations:
     # ---- runs
 
     def create_model(self, body: dict, raw: bytes) -> dict:
-        """Creates a run with a new adapter."""
+        """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}."""
         b = bodies.read("create_model", body)
         session, model_id = self.session(b["session_id"]), f"{b['session_id']}:train:{b['model_seq_id']}"
 
@@ -296,7 +305,10 @@ class Operations:
         return self._begin_run(session, b, model_id, raw, prepare, "create_model")
 
     def load_weights(self, body: dict, raw: bytes) -> dict:
-        """Creates a run from saved weights, or loads them into a run as its first request (the older form)."""
+        """Creates a run from saved weights, or loads them into a run as its first request (the older form).
+
+        Returns the promise {"request_id", "model_id"}; what is wrong with path, base or optimizer is its result. Raises
+        Refused: 404 for an unknown session or run, 422 for a body that names neither."""
         b = bodies.read("load_weights", body)
         session: str | None = b["session_id"]
         if session is None:
@@ -354,7 +366,7 @@ class Operations:
         return self.trainer.restored(options, leaves, moments)
 
     def forward_backward(self, raw: bytes) -> dict:
-        """Computes a loss and its gradient, or the loss alone."""
+        """Computes a loss and its gradient, or the loss alone; returns the promise. raw: the protobuf message."""
         request = wire.parse_forward_backward(raw)
         kind = "forward" if request.forward_only else "forward_backward"
 
@@ -368,7 +380,7 @@ class Operations:
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
-        """Applies the gradients of a run."""
+        """Applies the gradients of a run; returns the promise. body: the JSON; raw: its bytes."""
         b = bodies.read("optim_step", body)
 
         def prepare():
@@ -380,7 +392,7 @@ class Operations:
     # ---- saved weights
 
     def save_weights(self, body: dict, raw: bytes) -> dict:
-        """Saves adapter and optimizer under a name."""
+        """Saves adapter and optimizer under a name; returns the promise."""
         b = bodies.read("save_weights", body)
 
         def prepare():
@@ -454,7 +466,7 @@ class Operations:
                           "are used once")
 
     def begin_sampling_session(self, sampler_id: str, found: SamplingSession) -> None:
-        """Notes a sampling session."""
+        """Notes a sampling session under its id, in place of an earlier one."""
         session = self.sessions.get(sampler_id.partition(":")[0], {"samplers": []})
         if sampler_id not in self.samplers:
             session["samplers"].append(sampler_id)
@@ -463,7 +475,9 @@ class Operations:
     # ---- sampling
 
     def create_sampling_session(self, body: dict) -> dict:
-        """Opens a sampling session on saved weights or on the base."""
+        """Opens a sampling session on saved weights or on the base; returns {"type", "sampling_session_id"}.
+
+        Raises Refused: 404 for an unknown session or weights, 422 for another base or a number that was used."""
         b = bodies.read("create_sampling_session", body)
         self.session(b["session_id"])
         if b["model_path"] is None:
@@ -480,13 +494,15 @@ class Operations:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Returns a sampling session. Raises Refused(404)."""
+        """Returns a sampling session of the user by id. Raises Refused (404) for one that is not known."""
         if sampler_id not in self.samplers or not self._sees(sampler_id):
             raise Refused(404, f"sampling_session_id={sampler_id!r}: there is no such sampling session; create one")
         return self.samplers[sampler_id]
 
     def asample(self, body: dict, raw: bytes) -> dict:
-        """Samples from the weights of a sampling session."""
+        """Samples from the weights of a sampling session; returns the promise with the ids of the samples.
+
+        Raises Refused: 404 for an unknown sampling session, 422 for a body that is not served (bodies.sample)."""
         b = bodies.read("asample", body)
         session = self.sampling_session(b["sampling_session_id"])
         sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text, self.sight)
@@ -519,7 +535,7 @@ class Operations:
             self._keep(session.version, self.trainer.fitted(leaves))
 
     def cancel_future(self, body: dict) -> None:
-        """Ends sampling that nobody waits for."""
+        """Ends sampling that nobody waits for. An unknown request_id changes nothing."""
         name = bodies.read("cancel_future", body)["request_id"]
         if name in self.promises and self._sees(name):
             self.worker.post(Task("cancel_future", lambda _: self.sampler.cancel(name), Future()))
@@ -542,7 +558,7 @@ def _seed_of(model_id: str) -> int:
 
 
 def settle(future: Future, record: Record) -> None:
-    """Gives a future the result that a journal has."""
+    """Gives a future the result that a journal has: the Refused, the JSON, or the bytes of the record."""
     header = record.header
     if "error" in header:
         future.set_exception(Refused(header["status"], header["error"]))

@@ -23,7 +23,10 @@ def is_visible(owner: str | None) -> bool:
 
 
 def parse_keys(text: str) -> dict[str, str]:
-    """Returns {key: user} of "NAME:KEY,KEY,..."; a key without a name is COMMON's. Raises ConfigError."""
+    """Returns {key: user} of "NAME:KEY,KEY,..."; a key without a name is COMMON's.
+
+    Raises ConfigError for a user's name that NAME does not match, a key that does not begin with tml-, and a key of two
+    users."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         name, given, key = part.rpartition(":")

@@ -38,7 +38,8 @@ class Packed(NamedTuple):
     """Requests in microbatches.
 
     Attributes:
-      traj: the ragged batch of all data; its column "adapter" is the number of each request.
+      traj: the ragged batch of all data (T tokens); its column "adapter" [T] int32 is the number of each token's
+        request.
       columns: [T] by name.
       microbatches: in the order in which they are computed.
       placements: of each request, see the module.
@@ -53,12 +54,15 @@ class Packed(NamedTuple):
 
 
 def tokens_of(batch: Batch) -> int:
-    """Returns the tokens of a request's data, of rows with their last targets."""
+    """Returns the tokens of a request's data in rows: those of each datum and one for its last target."""
     return sum(len(own) + 1 for own in batch.tokens)
 
 
 def pack_together(batches: list[Batch], shapes: RowShapes, dtype) -> Packed:
-    """Packs requests into rows of their own, and the rows into as few microbatches as hold them."""
+    """Packs requests into rows of their own, and the rows into as few microbatches as hold them.
+
+    batches: one of each request, without images. shapes: RowShapes, lengths and counts of rows. dtype: of float
+    columns."""
     ends, whole = _joined(batches)
     by_length: dict[int, list] = {length: [] for length in shapes.lengths}  # (request, row)
     for k, batch in enumerate(batches):
@@ -81,7 +85,8 @@ def place_again(batch: Batch, placement: list, shapes: RowShapes, dtype) -> Pack
     """Packs one request as `placement` says, other rows with as many loss tokens as they had; None if it does not fit.
 
     The request has the number 0, and what stands for the others the number 1, whose gradient is zero.
-    """
+
+    placement: see the module. shapes: RowShapes, lengths and counts of rows. dtype: of float columns."""
     own: dict[int, list] = {length: [] for length in shapes.lengths}
     for length, row in _own_rows(batch, 0, shapes):
         own[length].append(row)
@@ -147,8 +152,9 @@ def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
     """Returns a datum's positions as a ragged batch whose token i + 1 is in the loss, and token columns [T].
 
     A sequence is a datum's tokens and one more, which no real token sees: loss slot i + 1 is read at token i, with the
-    target of column "target".
-    """
+    target of column "target" (int32). Columns are 0 at the first token of each sequence, which is not in the loss.
+
+    dtype: of the columns of the batch."""
     sizes = np.array([len(own) + 1 for own in batch.tokens])
     offsets, zeros = np.cumsum([0, *sizes]), np.zeros(int(sizes.sum()), np.float32)
     count = len(sizes)

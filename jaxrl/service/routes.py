@@ -37,7 +37,7 @@ OLDEST = (0, 25)  # SDK whose forward_backward is protobuf
 
 
 class Api:
-    """Handlers of the routes.
+    """Handlers of the routes: (request, raw body) -> a JSON-able dict or a Response; a Refused becomes its HTTP status.
 
     Args:
       operations: service.operations.Operations.
@@ -50,7 +50,8 @@ class Api:
     # ---- requests in, answers out
 
     async def body(self, request: Request) -> bytes:
-        """Reads a body. Raises Refused for one that is too large or too slow, before it is read whole."""
+        """Reads a body, raw bytes. Raises Refused before it is read whole: 413 for one that is too large, 408 for one
+        that takes longer than BODY_SECONDS, 415 for a Content-Encoding."""
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, f"Content-Encoding {request.headers['content-encoding']!r}: send the body as it is")
         parts, size, most = [], 0, LARGE_BYTES.get(request.url.path.removeprefix(ROOT), BODY_BYTES)
@@ -90,7 +91,7 @@ class Api:
     # ---- POST
 
     async def client_config(self, request, raw):
-        """Returns the flags that this server wants of a client. Raises Refused for one that is too old."""
+        """Returns the flags that this server wants of a client. Raises Refused (422) for an SDK older than OLDEST."""
         version = bodies.read("client/config", bodies.parse(raw))["sdk_version"]
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers and tuple(map(int, numbers.groups())) < OLDEST:
@@ -109,17 +110,17 @@ class Api:
         return self.operations.create_session(bodies.parse(raw), raw, request.headers.get("x-idempotency-key", ""))
 
     async def heartbeat(self, request, raw):
-        """Answers that a session lives."""
+        """Answers that a session lives. Raises Refused (404) for one that is not known."""
         self.operations.session(bodies.read("session", bodies.parse(raw))["session_id"])
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, request, raw):
-        """Ends a session; its runs and weights stay."""
+        """Ends a session; its runs and weights stay. Raises Refused (404) for one that is not known."""
         self.operations.session(request.path_params["session"])
         return {}
 
     async def get_info(self, request, raw):
-        """Returns what a run is."""
+        """Returns base model and rank of a run; the rank is None before it was created. Raises Refused (404)."""
         model_id = bodies.read("model", bodies.parse(raw))["model_id"]
         options, name = self.operations.model(model_id).options, self.operations.names[0]
         rank = None if options is None else options.rank
@@ -127,7 +128,8 @@ class Api:
                 "model_data": {"model_name": name, "tokenizer_id": name}}
 
     async def weights_info(self, request, raw):
-        """Returns what saved weights are."""
+        """Returns base model, rank and trained modules of saved weights. Raises Refused: 422 for a path that is none,
+        404 for weights that are not there."""
         address = Address.parse(bodies.read("weights_info", bodies.parse(raw))["tinker_path"])
         about = self.operations.store.about(address)
         lora = about["lora"]
@@ -135,7 +137,8 @@ class Api:
                 "train_unembed": lora.get("unembed", False), "train_mlp": lora["mlp"], "train_attn": lora["attention"]}
 
     async def forward_backward(self, request, raw):
-        """Accepts data of a loss."""
+        """Accepts a forward_backward request and returns its promise. Raises Refused (415) for a body that is not
+        protobuf."""
         if not request.headers.get("content-type", "").startswith(wire.CONTENT_TYPE):
             raise Refused(415, f"forward_backward takes {wire.CONTENT_TYPE}: use a tinker SDK of 0.25 or later")
         return self.operations.forward_backward(raw)
@@ -146,11 +149,15 @@ class Api:
         return {}
 
     async def telemetry(self, request, raw):
-        """Drops telemetry."""
+        """Accepts the client's telemetry and drops it."""
         return {"status": "accepted"}
 
     async def retrieve_future(self, request, raw):
-        """Waits for a result for up to LONG_POLL seconds."""
+        """Waits for a result for up to LONG_POLL seconds; without one the reply has status 408, and the client asks
+        again.
+
+        A refusal is returned as {"error", "category"}: "user" for a status below 500, else "server". Raises Refused:
+        410 for an unknown request, 503 while the server stops."""
         name = bodies.read("retrieve_future", bodies.parse(raw))["request_id"]
         promise = self.operations.promise(name)
         waiting = asyncio.wrap_future(promise.future)
@@ -190,11 +197,12 @@ class Api:
         return {"sampler_id": sampler_id, "base_model": self.operations.names[0], "model_path": found.path}
 
     async def training_run(self, request, raw):
-        """Returns one run of this process, or of saved weights."""
+        """Returns one run of this process, or of saved weights. Raises Refused (404) if there is none of this name."""
         return self._run(request.path_params["run"])
 
     async def training_runs(self, request, raw):
-        """Returns all runs of this process and of saved weights."""
+        """Returns the runs of this process and of saved weights that the user may see, a page of `limit` from `offset`.
+        """
         names = dict.fromkeys([*self.operations.runs(), *(Address.parse(about["address"]).run
                                                           for about in self.operations.store.list())])
         limit, offset = (_number(request, name, default) for name, default in (("limit", 20), ("offset", 0)))
@@ -202,12 +210,12 @@ class Api:
                 "cursor": {"offset": offset, "limit": limit, "total_count": len(names)}}
 
     async def checkpoints(self, request, raw):
-        """Returns saved weights: all, or those of a run."""
+        """Returns saved weights, the newest first: all that the user may see, or those of a run."""
         found = [_checkpoint(about) for about in self.operations.store.list(request.path_params.get("run", ""))]
         return {"checkpoints": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
 
     async def delete_checkpoint(self, request, raw):
-        """Deletes saved weights."""
+        """Deletes saved weights; the reply has status 204. Raises Refused (404) for weights that are not there."""
         p = request.path_params
         self.operations.store.delete(Address.parse(f"tinker://{p['run']}/{p['kind']}/{p['name']}"))
         return Response(status_code=204)

@@ -39,7 +39,9 @@ class SampleJob:
       seed: decides all samples; None = drawn from the id, so that the same request gives the same samples.
       scores: return log-probs of the prompt. last: of its last tokens alone; None = of all.
       pictures: the prompt's images; None = there is none.
-      future: gets (samples, prompt log-probs [P] or None), or an exception.
+      future: gets (samples, prompt log-probs [P] float32 in nats, NaN where there is none, or None), or an exception. A
+        sample is (tokens, log-probs, finish reason).
+      samples, logprobs, missing: the result so far, and how many samples it lacks.
     """
 
     id: str
@@ -58,7 +60,11 @@ class SampleJob:
 
 
 def sample_seed(seed: int | None, job: str, index: int) -> int:
-    """Returns the seed (uint32) of one sample. The first one of a given seed has that seed itself."""
+    """Returns the seed (uint32) of one sample, a hash of the given seed, or else of the job's id, and the index.
+
+    The first one of a given seed has that seed itself (modulo 2^32).
+
+    seed: of the request, or None. job: its id. index: of the sample, from 0."""
     if seed is not None and index == 0:
         return seed % 2**32
     text = f"{job if seed is None else seed}\0{index}"
@@ -70,7 +76,8 @@ class Sampler:
 
     Args:
       engine: rollout.protocol.Engine made without end tokens of its own.
-      read: training.make_reader's function. row_shapes: of the rows that score prompts.
+      read: training.make_reader's function: (params, traj, layout) -> {"logprob": [T] float32, nats}.
+      row_shapes: RowShapes of the rows that score prompts.
       params: leaves of a version -> parameter tree.
       base: leaves of BASE.
       turn: samples that are begun at a time, and of a version while jobs of another one wait.
@@ -93,7 +100,9 @@ class Sampler:
         return bool(self._waiting or self._running)
 
     def keep(self, name: str, leaves: dict) -> None:
-        """Adds a version, or replaces one that no job samples from at present."""
+        """Adds a version, or replaces one that no job samples from at present.
+
+        name: of the version. leaves: flat name -> array of the largest rank, in host memory."""
         self.versions[name] = leaves
         if self._published == name:
             self._published = None
@@ -103,22 +112,24 @@ class Sampler:
         return {job.version for job in (*self._waiting, *self._running.values())}
 
     def forget(self, name: str) -> None:
-        """Drops a version."""
+        """Drops a version; jobs that wait for it are refused (410) when their turn comes."""
         self.versions.pop(name, None)
         self._turns.pop(name, None)
 
     def submit(self, job: SampleJob) -> None:
-        """Queues a job."""
+        """Queues a job; `work` begins it."""
         self._waiting.append(job)
 
     def work(self, seconds: float) -> None:
-        """Works on jobs for about so long: finishes those of the published version, then publishes the next one."""
+        """Works on jobs for about `seconds`: finishes those of the published version, then publishes the next one.
+
+        Raises what engine or scorer raise; `fail` has to be called then."""
         self._admit()
         for result in self.engine.poll(seconds) if self._running else ():
             self._finish(result)
 
     def cancel(self, job_id: str) -> None:
-        """Ends a job that nobody waits for any more."""
+        """Ends a job that nobody waits for any more: its future gets a Refused (422). An unknown id changes nothing."""
         if mine := [key for key, job in self._running.items() if job.id == job_id]:
             self.engine.abort(mine)
         for job in {job for job in (*self._waiting, *self._running.values()) if job.id == job_id}:
@@ -233,8 +244,9 @@ class Sampler:
 
 
 def prompts(tokens: list[np.ndarray], pictures) -> Trajectories:
-    """Returns sequences, with the Pictures of each (None: it has none), as a ragged batch in which every token but the
-    first is scored."""
+    """Returns sequences as a ragged batch in which every token but the first is scored.
+
+    tokens: [P] int ids of each sequence. pictures: the Pictures of each; None = it has none."""
     offsets = np.cumsum([0, *map(len, tokens)])
     mask, count = np.ones(offsets[-1], bool), len(tokens)
     mask[offsets[:-1]] = False

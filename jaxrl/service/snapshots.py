@@ -24,7 +24,12 @@ ABOUT = "about"
 
 
 class Snapshot(NamedTuple):
-    """A run as it was before the task `next`. run: service.trainer.Run."""
+    """A run as it was before the task `next`.
+
+    Attributes:
+      run: service.trainer.Run. next: number of its next task.
+      failure: why its window of gradients was emptied, "" = it was not.
+    """
 
     run: Any
     next: int
@@ -47,14 +52,17 @@ class Snapshots:
             path.mkdir(parents=True, exist_ok=True)
 
     def save(self, model_id: str, run, number: int, failure: str) -> None:
-        """Writes the snapshot of a run whose next task has this number."""
+        """Writes the snapshot of a run to the disk, replacing its earlier one.
+
+        model_id: of the run. run: service.trainer.Run. number: of its next task. failure: why its window of gradients
+        was emptied, "" = it was not."""
         self.sync()
         about = {"lora": run.options._asdict(), "next": number, "failure": failure, "loss": run.loss}
         _write(self._run(model_id), self.trainer.arrays(run) | {ABOUT: np.array(json.dumps(about))})
         self._next[model_id] = number
 
     def about(self, model_id: str) -> dict | None:
-        """Returns lora, next, failure and loss of a run's snapshot; None = there is none."""
+        """Returns {"lora", "next", "failure", "loss"} of a run's snapshot without its arrays; None = there is none."""
         arrays = _read(self._run(model_id), (ABOUT,))
         return None if arrays is None else json.loads(str(arrays[ABOUT]))
 
@@ -66,7 +74,7 @@ class Snapshots:
         return self._next[model_id]
 
     def load(self, model_id: str) -> Snapshot | None:
-        """Returns the snapshot of a run, or None."""
+        """Returns the snapshot of a run, on the devices; None = there is none. Raises OSError for a damaged file."""
         if (arrays := _read(self._run(model_id))) is None:
             return None
         about = json.loads(str(arrays.pop(ABOUT)))
@@ -75,11 +83,12 @@ class Snapshots:
         return Snapshot(run, about["next"], about["failure"])
 
     def keep_version(self, name: str, leaves: dict) -> None:
-        """Writes the weights of a sampling session."""
+        """Writes the weights of a sampling session, flat name -> array in host memory."""
         _write(self._version(name), leaves)
 
     def version(self, name: str) -> dict | None:
-        """Returns the weights of a sampling session, or None."""
+        """Returns the weights of a sampling session, flat name -> array; None = there are none. Raises OSError for a
+        damaged file."""
         return _read(self._version(name))
 
     def has_version(self, name: str) -> bool:
@@ -87,7 +96,7 @@ class Snapshots:
         return self._version(name).exists()
 
     def prune(self, most: int) -> None:
-        """Deletes the oldest weights of sampling sessions beyond so many."""
+        """Deletes the oldest weights of sampling sessions beyond `most` files."""
         found = sorted(self.versions.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
         for path in found[:max(0, len(found) - most)]:
             path.unlink()

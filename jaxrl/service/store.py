@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, path: str) -> Address:
-        """Parses a path of the form tinker://run/kind/name. Raises Refused."""
+        """Parses a path of the form tinker://run/kind/name. Raises Refused (422) for others."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS or not (
                 RUN.fullmatch(parts[0]) and NAME.fullmatch(parts[2])):
@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
 
 def check_name(name) -> str:
-    """Returns a name for saved weights. Raises Refused."""
+    """Returns a name for saved weights as it is. Raises Refused (422) if NAME does not match it."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise Refused(422, f"path={name!r}: a name has 1 to 128 letters, digits, '.', '_' and '-', and begins with a "
                       "letter or digit")
@@ -70,10 +70,12 @@ class Store:
 
     def write(self, address: Address, about: dict, write_adapter: Callable[[Path], None], moments=None,
               overwrite: bool = False) -> None:
-        """Writes weights, unless the same request did. Raises Refused if the name is taken and not to be overwritten.
+        """Writes weights, unless the same request did. Raises Refused (422) if the name is taken and not to be
+        overwritten.
 
         Args:
-          about: what `about` returns, JSON; its entries "request" and "owner" name the request and its user.
+          about: what `about` returns, JSON; its entries "request" and "owner" name the request and its user, "expires"
+            the time when they are deleted (seconds since 1970), or None.
           write_adapter: writes PEFT's files into a folder that it makes.
           moments: arrays of the optimizer by name; None = none.
         """
@@ -102,19 +104,20 @@ class Store:
             raise
 
     def about(self, address: Address) -> dict:
-        """Returns what was written about weights."""
+        """Returns what was written about weights, with their "address". Weights that have expired are deleted."""
         found = self._read(self._of(address))
         if found is None or not is_visible(found.get("owner")):
             raise Refused(404, f"path={str(address)!r}: there are no such weights on this server")
         return found
 
     def adapter(self, address: Address) -> Path:
-        """Returns the folder with PEFT's files."""
+        """Returns the folder of weights: PEFT's files, or a whole model's from a server of rank 0."""
         self.about(address)
         return self._of(address)
 
     def moments(self, address: Address) -> dict[str, np.ndarray]:
-        """Returns the optimizer's arrays. Raises Refused if the weights have none."""
+        """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused (422) if the
+        weights have none."""
         self.about(address)
         try:
             with np.load(self._of(address) / OPTIMIZER, allow_pickle=False) as found:
@@ -123,12 +126,14 @@ class Store:
             raise Refused(422, f"path={str(address)!r} has no optimizer state: load it without the optimizer") from None
 
     def delete(self, address: Address) -> None:
-        """Deletes weights."""
+        """Deletes weights from the disk."""
         self.about(address)
         shutil.rmtree(self._of(address))
 
     def list(self, run: str = "") -> list[dict]:
-        """Returns what was written about the user's weights, the newest first; of one run if given. Raises Refused."""
+        """Returns what was written about the user's weights, the newest first; of one run if given.
+
+        Weights that have expired are deleted. Raises Refused (404) for a run whose name RUN does not match."""
         if run and not RUN.fullmatch(run):
             raise Refused(404, f"training run {run!r}: there is none of this name")
         folders = sorted(self.folder.glob(f"{run.replace(':', '_') or '*'}/*/*/"))

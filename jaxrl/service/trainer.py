@@ -46,9 +46,10 @@ COLUMNS = (*OF_TOKENS, "marked")  # marked: tokens of the sequence's ratio
 
 
 class AdamSettings(NamedTuple):
-    """Options of one optim_step, torch's AdamW: numbers, or arrays in an AdamState.
+    """Options of one optim_step, torch's AdamW: numbers, or scalar arrays in an AdamState.
 
     Attributes:
+      weight_decay: decoupled, multiplied by the learning rate.
       grad_clip_norm: global norm to which the gradient is clipped; 0 = not clipped.
     """
 
@@ -126,7 +127,9 @@ DEFAULTS = AdamSettings()
 @dataclasses.dataclass(frozen=True)
 class SumOfTokens(Objective):
     """Minimises sum_t token_losses: the losses of the protocol. The metrics "logprob", "losses" are [R, S], of every
-    slot."""
+    slot.
+
+    A batch needs the token columns COLUMNS; its weights only mark loss tokens."""
 
     weights = ("token",)
     columns = COLUMNS
@@ -134,6 +137,10 @@ class SumOfTokens(Objective):
 
     @jax.named_scope("loss")
     def loss(self, outputs, batch, entropy_coef=None):
+        """Returns (sum of the loss tokens' losses, divided by nothing; {"logprob": [R, S] nats, "losses": [R, S], 0
+        where no token is in the loss}).
+
+        The gap of a sequence, a mean over its marked tokens of current minus sampling log-prob, has no gradient."""
         logp, _, _ = outputs.logprobs()
         marked = outputs.mask & (batch.columns["marked"] != 0)
         gap = mean_by_sequence(logp - batch.columns["sampled"], marked, batch.sequences)
@@ -144,7 +151,9 @@ class SumOfTokens(Objective):
 
 
 def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
-    """Returns the adapter of `options` on a model without one; scale alpha / rank. Raises Refused if it has no map."""
+    """Returns the adapter of `options` on a model without one; scale alpha / rank.
+
+    Raises Refused (422) if the options leave no linear map to train."""
     found = resolved(Selection(options.rank, alpha), model, strict=True)
     in_mlp = {name for name, places in linears(model).items() if "mlp" in places[0].entry.path}
     chosen = tuple(t for t in found.targets if (options.mlp if t.name in in_mlp else options.attention))
@@ -181,7 +190,11 @@ class Trainer:
       put: host PackedBatch -> device PackedBatch.
       alpha: of every adapter; its scale is alpha / rank.
       chunk: loss tokens whose logits exist at once.
-      together: most requests of one forward and backward pass.
+      together: most requests of one forward and backward pass; 1 if rows of a pass mix (`rows_mix`).
+
+    Attributes:
+      rank: the largest of an adapter; 0 without adapters. unembed: whether the output matrix may have one.
+      dtype: of trained leaves, columns and losses: float32, or float64 if the base has it.
     """
 
     def __init__(self, model, base, places, everywhere, row_shapes, put, alpha: float = 32.0, chunk: int = 1024,
@@ -214,7 +227,9 @@ class Trainer:
     # ---- a run begins
 
     def start(self, options: LoraOptions) -> Run:
-        """Starts a run: A drawn from the seed, B zero. Raises Refused for a rank that is not served."""
+        """Starts a run: A drawn from the seed, B zero.
+
+        Raises Refused (422) for a rank that is not served, or an adapter on an output matrix that has none here."""
         if not 1 <= options.rank <= self.rank:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
                           f"with --rank={max(options.rank, 0)}" + " to train all parameters" * (options.rank == 0))
@@ -225,7 +240,13 @@ class Trainer:
         return self.restored(options, initial(own, key, self.base, "default"))
 
     def restored(self, options: LoraOptions, leaves: dict, moments=None) -> Run:
-        """Starts a run from the leaves of its own rank, by flat name; `moments` are a save's (count, mu, nu)."""
+        """Starts a run from the leaves of its own rank; columns up to the largest rank are zero.
+
+        Args:
+          leaves: flat name -> array, cast to the trainer's dtype.
+          moments: a save's (count, mu, nu) as the optimizer has them, of the largest rank; None = zeros.
+
+        Raises Refused (422) as `start` does for the output matrix."""
         self._check_head(options)
         adapter = lora_adapter(self.model.base, options, self.alpha)
         padded = self._padded({name: np.asarray(x, self.dtype) for name, x in leaves.items()})
@@ -276,9 +297,10 @@ class Trainer:
     def forward_backward(self, run: Run, batch: Batch, learn: bool) -> tuple[list[np.ndarray], float]:
         """Computes a loss, and adds its gradient to the run's window if `learn`.
 
-        Returns (log-probs [N] of each datum's targets, sum of losses). Raises Refused if the loss is not finite: the
-        window is empty then.
-        """
+        The loss and its gradient are sums over all targets of the batch, divided by nothing.
+
+        Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
+        finite: the window is emptied then, and gradients of earlier calls are lost, too."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])
@@ -297,10 +319,12 @@ class Trainer:
     def forward_backward_together(self, requests: list[tuple[Run, Batch]], learn: bool, placement=None) -> list:
         """Computes the losses of 1 to `together` requests in one pass; a run's gradients are added in their order.
 
-        placement: of one request, which is computed as it was with others; see service.packing.
+        Args:
+          requests: (run, its Batch without images); a run may come several times.
+          placement: of one request, which is computed as it was with others; see service.packing.
 
-        Returns of each request (log-probs, sum of losses, placement), or a Refused as forward_backward raises it.
-        """
+        Returns of each request (log-probs [N] of each datum in nats, sum of losses, placement), or a Refused: 422 if
+        its loss is not finite, 500 if its gradient could not be added. With `learn` that run's window is empty then."""
         runs, batches = [run for run, _ in requests], [batch for _, batch in requests]
         packed = place_again(batches[0], placement, self.row_shapes, self.dtype) if placement else None
         packed = packed or pack_together(batches, self.row_shapes, self.dtype)
@@ -381,10 +405,10 @@ class Trainer:
         run.window, run.loss = None, 0.0
 
     def optim_step(self, run: Run, settings: AdamSettings) -> dict[str, float]:
-        """Applies the gradients of the window and empties it.
+        """Applies the gradients of the window, a sum over its forward_backward calls, and empties it.
 
-        Returns metrics. Raises Refused without gradients, and if they are not finite; nothing is applied then.
-        """
+        Returns {"optim/grad_norm": global L2 norm, "optim/step": steps of the run}. Raises Refused (422) without
+        gradients, and if they are not finite; nothing is applied then, and the window is empty."""
         if run.window is None:
             raise Refused(422, "optim_step: there are no gradients; call forward_backward before it")
         old = run.state.opt_state.settings
@@ -402,7 +426,8 @@ class Trainer:
     # ---- what is kept
 
     def leaves(self, run: Run) -> dict[str, np.ndarray]:
-        """Returns copies of the adapter's leaves in host memory, of the largest rank."""
+        """Returns copies of the adapter's leaves in host memory, flat name -> array of the largest rank, with its
+        scales."""
         return {name: np.array(to_host(x)) for name, x in {**run.state.trainable, **run.state.frozen}.items()}
 
     def arrays(self, run: Run) -> dict[str, np.ndarray]:
@@ -411,7 +436,10 @@ class Trainer:
         return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
 
     def from_arrays(self, options: LoraOptions, arrays: dict) -> Run:
-        """Returns the run that `arrays` was called with, bit for bit."""
+        """Returns the run that `arrays` was called with, bit for bit; arrays of another largest rank are padded or cut.
+
+        options: LoraOptions of the run. arrays: name -> array in host memory. The window's sum of losses is not in
+        them."""
         def part(kind):
             return self.fitted({name.removeprefix(kind): x for name, x in arrays.items() if name.startswith(kind)})
 
@@ -429,7 +457,7 @@ class Trainer:
         return out
 
     def params(self, leaves: dict):
-        """Returns the parameter tree of the model with these leaves of `leaves`."""
+        """Returns the parameter tree of the model: the base with `leaves`, flat name -> array of the largest rank."""
         placed = {name: jax.device_put(x, self.places[name]) for name, x in leaves.items()}
         return merge(placed, self.base)
 
@@ -447,16 +475,18 @@ class Trainer:
         return self.params(out)
 
     def read(self, folder) -> dict:
-        """Returns the leaves that `export` wrote."""
+        """Returns the leaves that `export` wrote, flat name -> array of the run's own rank."""
         return peft.read(folder, self.model.base, head=True)[1]
 
     def export(self, run: Run, folder) -> None:
-        """Writes the adapter in PEFT's files, with its own rank and scale."""
+        """Writes the adapter in PEFT's files to a folder, with its own rank and scale, in the trainer's dtype."""
         own = dataclasses.replace(self.model, adapter=run.adapter)
         peft.write_plain(folder, own, unflatten_dict(self.leaves(run), sep="/"), self.dtype)
 
     def fitted(self, moments: dict) -> dict:
-        """Returns saved moments of a server with another largest rank, padded or cut (what is cut is zero)."""
+        """Returns saved moments of a server with another largest rank, padded or cut (what is cut is zero).
+
+        moments: flat name -> array; the result has this server's shapes and the arrays' dtypes."""
         shapes = {"/".join(entry.path): entry.shape for entry in self.model.entries}
         out = {}
         for name, own in moments.items():
@@ -466,7 +496,7 @@ class Trainer:
         return out
 
     def base_leaves(self) -> dict[str, np.ndarray]:
-        """Returns the leaves of an adapter that changes nothing."""
+        """Returns the leaves of an adapter that changes nothing: flat name -> zeros of the largest rank."""
         return self._padded({})
 
 

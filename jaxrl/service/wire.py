@@ -79,7 +79,13 @@ class Datum(NamedTuple):
 
 
 class ForwardBackward(NamedTuple):
-    """A request to compute a loss, and its gradient unless `forward_only`."""
+    """A request to compute a loss, and its gradient unless `forward_only`.
+
+    Attributes:
+      model_id, seq_id: the run and the number of the request in it.
+      data: Datum messages as they came; `read_data` checks and converts them.
+      loss_fn, config: name of the loss and its options.
+    """
 
     model_id: str
     seq_id: int

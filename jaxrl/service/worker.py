@@ -77,7 +77,8 @@ class Pass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Returns what it counts as: a backward pass is about twice a forward pass."""
+        """The tokens that it counts as: those of its rows, times 3 with a backward pass, which is about twice a forward
+        pass."""
         return tokens_of(self.batch) * (3 if self.learn else 1)
 
 
@@ -92,7 +93,7 @@ class Task:
       name: for messages. work: run -> result, raises Refused; or a Pass. future: gets the result.
       clears: whether a failure empties the window of gradients. applies: whether it is an optim_step.
       snapshot: take a snapshot behind it, because it cannot be run again with the same result.
-      size: bytes of its body.
+      size: bytes of its body. since: when it was made, by time.monotonic.
       record: called with the result, or with the Refused, and the placement, before the future gets it.
     """
 
@@ -147,8 +148,12 @@ class Worker:
             self._change.notify()
 
     def check_room(self, session: str, model_id: str, number: int, size: int, name: str) -> None:
-        """Raises Refused for a number that was used or is AHEAD, and Refused(429) if more requests of a session wait
-        than WAITING_BYTES. One that its run waits for has room always, so that the others can run."""
+        """Raises Refused (422) for a number that was used or is AHEAD, and Refused (429) if more requests of a session
+        wait than WAITING_BYTES. One that its run waits for has room always, so that the others can run.
+
+        Args:
+          session: id. model_id: of the run. number: of the request in it. size: bytes of its body. name: for messages.
+        """
         with self._change:
             line = self._lines.get(model_id)
             held = {} if line is None else line.held
@@ -173,7 +178,10 @@ class Worker:
     # ---- the thread of the devices
 
     def serve(self) -> None:
-        """Works until `stop`. Raises OSError if a result or a snapshot cannot be written: a restart does it again."""
+        """Works until `stop`; the calling thread issues all device programs.
+
+        At the end it saves snapshots and refuses (503) what has not run. Raises OSError if a result or a snapshot
+        cannot be written: a restart does it again."""
         while not self._stopping:
             group = self._take()
             if len(group) == 1 and not group[0].model_id:
@@ -344,7 +352,8 @@ class Worker:
 
 
 def refusal(error: BaseException, name: str) -> Refused:
-    """Returns an error as the client gets it; of a bug, the number under which its traceback is logged."""
+    """Returns an error as the client gets it: a Refused as it is, any other as Refused (500) with the number under
+    which its traceback is logged. name: of the request, for the message."""
     if isinstance(error, Refused):
         return error
     incident = secrets.token_hex(4)

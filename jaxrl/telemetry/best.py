@@ -38,7 +38,8 @@ class Best:
         return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.since}
 
     def check(self, metrics: dict[str, float]) -> None:
-        """Raises ConfigError if an evaluation lacks eval.metric."""
+        """Raises ConfigError if an evaluation lacks eval.metric; with eval.metric="" the first of METRICS in it is
+        chosen."""
         self.metric = self.metric or next((name for name in METRICS if name in metrics), "")
         if self.metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/"))) or "none"
@@ -46,8 +47,7 @@ class Best:
 
     def add(self, step: int, metrics: dict[str, float]) -> bool:
         """Adds the evaluation of a step; returns whether it is the best so far (never for a value that
-        is not a number).
-        """
+        is not a number). metrics: metric -> value. Raises ConfigError if eval.metric is not among them."""
         self.check(metrics)
         value, lower = float(metrics[self.metric]), self.metric.endswith("loss")
         if value == value and (self.value is None or (value < self.value if lower else value > self.value)):

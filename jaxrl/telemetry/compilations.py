@@ -20,7 +20,11 @@ LONG = 1.0                        # seconds of compiling after which memory is r
 
 
 class Count(NamedTuple):
-    """Number of programs: those the main work waited for, and those a background thread compiled."""
+    """Number of programs.
+
+    Attributes:
+      waited: those that the main work waited for. background: those that a background thread compiled.
+    """
 
     waited: int = 0
     background: int = 0
@@ -43,7 +47,7 @@ class Compilations:
 
     @property
     def total(self) -> Count:
-        """Returns the counts since creation."""
+        """The counts since creation."""
         return Count(*(now - start for now, start in zip(Compilations._seen, self._start, strict=True)))
 
     def take(self) -> Count:
@@ -63,7 +67,7 @@ class BackgroundCompiler:
         self.coming: dict[Any, Future] = {}
 
     def begin(self, key, compiled, *args) -> None:
-        """Queues a program; compiled(*args) returns it."""
+        """Queues a program under `key`; compiled(*args), called in a background thread, returns it."""
         self.coming[key] = self._threads.submit(compiled, *args)
 
     def begun(self, key) -> bool:
@@ -72,9 +76,8 @@ class BackgroundCompiler:
         return coming is not None and (coming.running() or coming.done())
 
     def take(self, key):
-        """Returns a program, waiting until it is ready. None if its compilation has not started, which is then
-        cancelled: the caller compiles it sooner.
-        """
+        """Returns a program, waiting until it is ready; raises what its compilation raised. None if its compilation has
+        not started, which is then cancelled: the caller compiles it sooner."""
         coming = self.coming.pop(key, None)
         if coming is None or coming.cancel():
             return None

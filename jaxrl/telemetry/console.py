@@ -23,7 +23,11 @@ DOING = {"start": "reading, loading, starting the engine", "rollout": "generatin
 
 
 class Progress:
-    """Counts this process's steps and estimates the remaining time from all but the first, which compiles."""
+    """Counts this process's steps and estimates the remaining time from all but the first, which compiles.
+
+    Args:
+      total_steps: what the run aims at. clock: seconds, monotonic.
+    """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
         self.total, self._clock = total_steps, clock
@@ -39,12 +43,12 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Returns the seconds since the start."""
+        """The seconds since the start."""
         return self._clock() - self.begin
 
     @property
     def left(self) -> float | None:
-        """Returns the remaining seconds, or None before the second step."""
+        """The remaining seconds at the mean pace so far, or None before the second step."""
         if self._first is None or self.step <= self._first[0]:
             return None
         pace = (self._clock() - self._first[1]) / (self.step - self._first[0])
@@ -220,8 +224,8 @@ def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
 
 def evaluation_line(scalars: dict[str, float]) -> str:
     """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several
-    samples, and with blind controls (eval.controls); '' without evaluation.
-    """
+    samples, and with blind controls (eval.controls); '' without evaluation. scalars: metric -> value, shares from 0 to
+    1."""
     if "eval/accuracy" not in scalars:
         return ""
     parts = {k[5:]: v for k, v in scalars.items() if k.startswith("eval/")}
@@ -236,13 +240,15 @@ def evaluation_line(scalars: dict[str, float]) -> str:
 
 
 def phase_seconds(scalars: dict[str, float]) -> dict[str, float]:
-    """Returns the seconds by phase, longest first."""
+    """Returns the seconds by phase, longest first. scalars: metrics, of which those named time/<phase> are read."""
     phases = {k[5:]: v for k, v in scalars.items() if k.startswith("time/") and k[5:] not in NO_PHASES}
     return dict(sorted(phases.items(), key=lambda kv: -kv[1]))
 
 
 def show(metric, value: float) -> str:
-    """Returns a value as its console column shows it, by the metric's `format`."""
+    """Returns a value as its console column shows it, by the metric's `format`.
+
+    metric: names.Metric; percent multiplies by 100, an unknown format is that of small numbers."""
     if value != value:
         return "nan"
     match metric.format:

@@ -25,12 +25,15 @@ PHASES = ("rollout", "score", "update")
 
 
 class Operations:
-    """Floating-point operations of one model.
+    """Floating-point operations of one model, summed over all devices; see the module for what is counted.
 
     Args:
       model: jaxrl.models.Model.
-      trainable: names of the trained parameters.
+      trainable: flat names of the trained parameters.
       keeps_features: no pass but a rollout computes the tower, which does not train.
+
+    Attributes:
+      head: operations of the output matrix for one token.
     """
 
     def __init__(self, model, trainable, keeps_features: bool = False):
@@ -67,9 +70,8 @@ class Operations:
         return float(self._token * tokens), float(self._pair * seen + self._rule * tokens)
 
     def generation(self, traj) -> float:
-        """Returns the operations of a rollout: prompts once per group, then every sampled token
-        except each completion's last.
-        """
+        """Returns the operations of a rollout (Trajectories): prompts once per group, then every sampled token
+        except each completion's last; the head once for each loss token."""
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
@@ -77,9 +79,10 @@ class Operations:
         return sum(prompts) + sum(sampled) + tower + self.head * float(traj.loss_mask.sum())
 
     def tower(self, traj, rows) -> tuple[float, float]:
-        """Returns (matrix products, attention) of the forward pass of a tower over the images of a batch: those in the
-        prompts of the sequences `rows`, and those after the prompts of all.
-        """
+        """Returns (matrix products, attention), in floating-point operations, of the forward pass of a tower over the
+        images of a batch: those in the prompts of the sequences `rows`, and those after the prompts of all.
+
+        traj: Trajectories with pictures. rows: int indices of sequences."""
         assert self._vision is not None
         pictures = traj.pictures
         behind = pictures.firsts >= traj.prompt_lengths[pictures.sequences]
@@ -98,9 +101,10 @@ class Operations:
         return prompts[0] + completions[0], prompts[1] + completions[1], *tower
 
     def scoring(self, traj, shared: bool, head: bool = True) -> float:
-        """Returns the operations of one forward pass.
+        """Returns the operations of one forward pass over a batch, with the head for each loss token.
 
         Args:
+          traj: Trajectories.
           shared: count prompts once per group.
           head: log-probs are computed (else values).
         """
@@ -111,9 +115,15 @@ class Operations:
         return matrices + attention + (of_patches + pairs) + head * scored
 
     def update(self, traj, shared: bool, head: bool = True) -> float:
-        """Returns the operations of one forward and backward pass. The backward pass of a matrix is its input's
-        gradient and, if it trains, its own. The head's are for the log-probs of the loss tokens. A critic
-        (head=False) trains as a whole. A tower of which nothing trains has no backward pass.
+        """Returns the operations of one forward and backward pass over a batch.
+
+        The backward pass of a matrix is its input's gradient and, if it trains, its own. The head's are for the
+        log-probs of the loss tokens. A tower of which nothing trains has no backward pass.
+
+        Args:
+          traj: Trajectories.
+          shared: count prompts once per group.
+          head: the policy's update; False = a critic's, which trains as a whole and has no head.
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)
         if not head:
@@ -130,7 +140,8 @@ class Operations:
 class Speed:
     """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the
     phases `perf/...` (see names.py).
-    """
+
+    job: run.setup.Job. trainable: flat names of the policy's trained parameters."""
 
     def __init__(self, job, trainable):
         self.operations = Operations(job.model, trainable, job.config.train.image_features != "fresh")

@@ -15,7 +15,13 @@ FIRST_STEPS = 3
 
 
 class Rule(NamedTuple):
-    """A warning's condition. `wrong(m)`: m reads a metric by name, nan if absent; comparisons with nan are False."""
+    """A warning's condition.
+
+    Attributes:
+      wrong: reader -> whether it holds; the reader returns a metric by name, nan if absent; comparisons with nan are
+        False.
+      message: format text, whose fields are metrics, config options and run_dir.
+    """
 
     name: str
     wrong: Callable[[Callable[[str], float]], bool]
@@ -65,7 +71,8 @@ IDLE_STEPS = 50
 
 
 class Mechanism(NamedTuple):
-    """An enabled mechanism that shows in a metric. It is idle while the metric is 0 (or absent)."""
+    """An enabled mechanism that shows in a metric. It is idle while the metric is 0; steps without the metric do not
+    count."""
 
     option: str  # below `algorithm`
     metric: str
@@ -91,7 +98,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 
 
 def mechanisms() -> tuple[Mechanism, ...]:
-    """Returns MECHANISMS and the token masks."""
+    """Returns MECHANISMS and one Mechanism for each token mask (algorithms.TOKEN_MASKS)."""
     from jaxrl.algorithms import TOKEN_MASKS  # not at every reading of a report: it imports jax
 
     return (*MECHANISMS, *(Mechanism(option, mask.metric) for option, mask in TOKEN_MASKS.items()))
@@ -101,7 +108,7 @@ class IdleMechanisms:
     """Warns once about each mechanism that had no effect for IDLE_STEPS steps.
 
     Args:
-      given: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
+      chosen: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
     """
 
     def __init__(self, chosen: dict):
@@ -109,7 +116,8 @@ class IdleMechanisms:
         self._given = chosen
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Returns the warnings about this step."""
+        """Returns the warnings about this step. A step without an update (optim/grad_norm) or without the metric of a
+        mechanism does not count for it. scalars: metric -> value."""
         if "optim/grad_norm" not in scalars:
             return []
         out = []
@@ -130,7 +138,13 @@ class Divergence:
 
     The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in
     a row (for recipes that do not sample, whose loss is a likelihood or close to one). An accuracy: below half of the
-    best one so far, and a tenth below it. found: the first warning, "" before.
+    best one so far, and a tenth below it.
+
+    Args:
+      config: the whole config. samples: whether the recipe samples; its loss is not watched then.
+
+    Attributes:
+      found: the first warning, "" before.
     """
 
     LATEST, EARLIER = 5, 3
@@ -144,7 +158,7 @@ class Divergence:
         self._said: set[str] = set()
 
     def check(self, step: int, scalars: dict[str, float]) -> list[str]:
-        """Returns the warnings about this step."""
+        """Returns the warnings about this step. scalars: metric -> value; a loss that is not finite is left out."""
         out = []
         if not self._samples and math.isfinite(loss := scalars.get("loss", float("nan"))):
             self._losses = [*self._losses[1 - self.LATEST:], loss]
@@ -178,7 +192,10 @@ class Health:
     """Applies RULES to the first FIRST_STEPS steps of a process; each rule warns once.
 
     Args:
-      config: the whole config, for the remedies.
+      config: the whole config, for the remedies. run_dir: named in messages.
+
+    Attributes:
+      over: whether the first steps are over, so that `check` finds nothing more.
     """
 
     def __init__(self, config, run_dir):
@@ -205,6 +222,7 @@ def message(rule: Rule, config, run_dir, values: dict[str, float]) -> str:
 
     Args:
       config: group -> object whose attributes are the group's options.
+      run_dir: named in the text. values: metric -> value; an absent one is shown as nan.
     """
     # "{rollout.temperature}" reads the attribute of a config group, "{reward/mean}" a metric.
     return rule.message.format_map(_Known(config.items(), **values, run_dir=run_dir, finite=finite(config, run_dir)))

@@ -76,7 +76,8 @@ def read_json(path: Path) -> dict:
 
 
 def write_config(run_dir, config, derived: dict | None = None) -> Path:
-    """Writes <run_dir>/config.json: the resolved config with secrets redacted, derived numbers, versions."""
+    """Writes <run_dir>/config.json: the resolved config with secrets redacted, derived numbers, versions. Returns its
+    path."""
     import jax
 
     path = Path(run_dir) / "config.json"
@@ -87,7 +88,7 @@ def write_config(run_dir, config, derived: dict | None = None) -> Path:
 
 
 def merge(old: dict, new: dict) -> dict:
-    """Returns `old` updated with `new`, table by table."""
+    """Returns `old` updated with `new`, table by table; neither is changed."""
     out = dict(old)
     for key, value in new.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)

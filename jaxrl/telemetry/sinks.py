@@ -86,7 +86,7 @@ class JsonLines:
             self._put()
 
     def flush(self) -> None:
-        """Raises OSError while a line is not in the file."""
+        """Writes lines that the disk refused earlier. Raises OSError while a line is not in the file."""
         with self._lock:
             self._put()
 
@@ -127,7 +127,9 @@ def hide_module(name: str):
 
 
 class TensorBoard:
-    """Event files for TensorBoard. After a resume, `first_step` hides the later events of the killed run."""
+    """Event files for TensorBoard. After a resume, `first_step` hides the later events of the killed run.
+
+    Its methods raise OSError once the writer's thread has died, as on a full disk."""
 
     def __init__(self, folder: Path, first_step: int):
         with hide_module("torch"):  # tensorboardX names a type of it where it can, which takes a second
@@ -174,7 +176,9 @@ class Wandb:
     """Weights & Biases. A resumed run continues the same W&B run (its id is kept in <run_dir>/wandb/run_id).
 
     W&B's step cannot go back after a resume, so our step is a metric that all charts use as x axis.
-    """
+
+    log_config: config.log. config: the whole config as a dict with secrets redacted. Raises ConfigError if wandb is not
+    installed."""
 
     def __init__(self, run_dir: Path, log_config, config: dict):
         try:
@@ -221,7 +225,9 @@ def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
 
 
 def find_sink(spec: str) -> Callable:
-    """Returns the class that a spec names. Raises ConfigError naming what is missing."""
+    """Returns the class that a spec of log.sinks names. Raises ConfigError naming what is missing.
+
+    spec: "package.module:Class" or "./file.py:Class"."""
     if ":" not in spec:
         raise ConfigError(f"log.sinks: {spec!r} is not 'package.module:Class' or './file.py:Class'")
     try:

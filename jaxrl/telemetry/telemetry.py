@@ -116,6 +116,7 @@ class Telemetry:
         merges into it.
 
         Args:
+          scalars: metric -> number.
           phases: seconds by phase with their sum as `step`, from `Phases.take()`.
 
         Raises:
@@ -184,15 +185,15 @@ class Telemetry:
                 self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Passes a text to the sinks that show text."""
+        """Passes a text to the sinks that show text, under a tag. Returns at once; a sink that fails is logged once."""
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
 
     def histograms(self, step: int, values: dict) -> None:
-        """Passes distributions to the sinks that show them: name (names.HISTOGRAMS) -> numbers; of
-        many, evenly spaced ones.
-        """
+        """Passes distributions to the sinks that show them; of many numbers, evenly spaced ones.
+
+        values: name (names.HISTOGRAMS) -> [n] numbers."""
         for name, numbers in values.items():
             some = numbers[:: len(numbers) // HISTOGRAM_NUMBERS + 1]
             for key, sink in self._sinks.items():
@@ -205,7 +206,7 @@ class Telemetry:
         self._try("console", lambda: self.console.print(text))
 
     def summary(self, values: dict) -> dict:
-        """Merges into summary.json atomically and returns the whole."""
+        """Merges values (JSON-able) into summary.json atomically and returns the whole."""
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:

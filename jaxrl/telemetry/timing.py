@@ -71,7 +71,8 @@ ONCE = ("eval", "checkpoint", "export")  # phases that belong to one step, howev
 
 
 def training_seconds(phases: dict[str, float]) -> float:
-    """Returns the seconds of a step without its evaluation, checkpoint and export."""
+    """Returns the seconds of a step without its evaluation, checkpoint and export. phases: seconds by phase, and
+    `step`."""
     return phases.get("step", 0.0) - sum(phases.get(name, 0.0) for name in ONCE)
 
 
@@ -94,8 +95,12 @@ class Every:
     after step 0 is due if `step` itself is a multiple.
 
     Args:
+      steps, epochs, seconds: the periods; epochs are passes over the data and may be fractions.
       clock: seconds, monotonic; injected in tests.
       state: what `state()` returned in the run that is resumed.
+
+    Attributes:
+      missed: whether it was due and could not be done; it is due again then.
     """
 
     def __init__(self, steps: int = 0, epochs: float = 0.0, seconds: float = 0.0, *,
