@@ -42,8 +42,9 @@ GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two j
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, and returns it. Raises ConfigError, naming the nearest config that fits, if
-    it does not fit.
+    """Prints the plan, writes it as JSON to the file that plan.json names (if any), and returns it, see `make`.
+
+    Raises ConfigError, naming the nearest config that fits, if it does not fit.
     """
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
@@ -238,8 +239,16 @@ def _bounds(plan: dict, off: float) -> dict:
 
 
 def times(case: Case, collectives: dict) -> dict:
-    """Returns {"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
-    "communication_share"}. Empty `collectives` mean no communication.
+    """Returns the predicted seconds of one step and what follows from them.
+
+    Args:
+      collectives: program -> list of its collectives as dicts with `sent`; {} means no communication.
+
+    Returns:
+      {"phases": name -> the dict of roofline.phase; "step_seconds": sum of the phases' seconds, "ideal_step_seconds"
+      and "serial_step_seconds" of theirs; "tokens_per_second_per_chip": tokens of prompts and completions over the
+      step, "update_tokens_per_second_per_chip" over the update; "mfu": operations of workload.useful_flops over the
+      update's seconds, per chip, as a share of its peak; "communication_share": of the serial step}.
     """
     c, chip, topology = case.config, case.target.chip, case.target.topology
 
@@ -329,8 +338,9 @@ def too_small(case: Case) -> str:
 
 
 def counted_peak(case: Case, scale: dict) -> float:
-    """Returns the counted bytes on a device; temporaries are scaled per program by the compiled ones. inf if vLLM's
-    part of the device is too small.
+    """Returns the counted bytes on a device at the peak; inf if vLLM's part of the device is too small.
+
+    scale: program -> compiled temporaries over counted ones; the counted ones are multiplied by it (1 where absent).
     """
     if too_small(case):
         return math.inf
@@ -420,7 +430,10 @@ def _hints(case: Case, plan: dict) -> list[str]:
 
 
 def out_of_memory(error: BaseException | None, config) -> RunStopped | None:
-    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text."""
+    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text.
+
+    The cause is looked for along `error` and its __cause__.
+    """
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:
