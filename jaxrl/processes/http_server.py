@@ -37,7 +37,11 @@ T = TypeVar("T")
 
 
 class Request(NamedTuple):
-    """A request. version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted."""
+    """A request.
+
+    Attributes:
+      version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted.
+    """
 
     method: str
     path: str
@@ -63,7 +67,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply. headers: lines `Name: value`, without those of body, length and connection."""
+    """A reply.
+
+    Attributes:
+      status: HTTP status. kind: content type. headers: lines `Name: value`, without those of body, length and
+        connection.
+    """
 
     status: int
     body: bytes | bytearray = b""
@@ -72,7 +81,7 @@ class Reply(NamedTuple):
 
 
 def error(status: int, text: str) -> Reply:
-    """Returns an error reply {"error": text}."""
+    """Returns an error reply {"error": text} as JSON, with an HTTP status."""
     return Reply(status, json.dumps({"error": text}).encode())
 
 
