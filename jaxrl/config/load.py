@@ -390,8 +390,10 @@ def is_secret(name: str) -> bool:
 
 
 def redacted_text(text: str, prose: bool = False) -> str:
-    """Returns a text without secrets: what looks like one is replaced. prose: sentences of jaxrl's own about keys, in
-    which `my_key: words` is no header."""
+    """Returns a text with `<redacted>` in place of what looks like a secret.
+
+    prose: sentences of jaxrl's own about keys, in which `my_key: words` is no header.
+    """
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)

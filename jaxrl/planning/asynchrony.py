@@ -357,14 +357,11 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
 def plan_asynchrony(case, phases: dict) -> dict:
     """Returns {"basis", "beside", "rows", "balance"} of a plan.
 
-        basis      where speeds and lengths come from, as text
-        beside     whether the engine has devices of its own
-        rows       of `compare`
-        balance    {"engine", "trainer", "has"}: how to split the same number of devices so that neither side waits, by
-        the
-                   seconds each is busy at the smallest staleness; {} if both share theirs
+    basis: where speeds and lengths come from, as text. beside: whether the engine has devices of its own. rows: of
+    `compare`. balance: {"engine", "trainer", "has"}, how to split the same number of devices so that neither side
+    waits, by the seconds each is busy at the smallest staleness; {} if both share theirs.
 
-    phases: name -> {"seconds", ...} of plan.times. Raises as read_recorded_run if plan.run is set.
+    phases: name -> {"seconds", ...} of plan.times. With plan.run it raises what read_recorded_run raises.
     """
     c = case.config
     own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
@@ -389,7 +386,7 @@ def plan_asynchrony(case, phases: dict) -> dict:
 
 
 def table(found: dict) -> list[str]:
-    """Returns the lines of a plan's text."""
+    """Returns the lines of a plan's text about running ahead. found: of `plan_asynchrony`."""
     lines = ["", "running ahead, simulated (" + found["basis"] + "; "
              + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]

@@ -16,8 +16,10 @@ LONGEST = 1 << 20
 
 
 def with_options(config, **values):
-    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced; static
-    lengths that no longer fit follow the config.
+    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced.
+
+    A new rollout__max_new_tokens also resets rollout.cache_lengths, train.row_lengths and train.max_sequence_tokens,
+    which then follow from the config.
     """
     c = editable(config)
     with c.unlocked():

@@ -58,8 +58,14 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that
-    fit and without advice.
+    """Returns the plan of a config as a JSON-able dict, after compiling its programs in subprocesses.
+
+    Besides the entries of `times` it has "target", "mesh", "rollout_mesh", "parameters" (a number), "basis" (how each
+    figure was found, as text), "fits" and "reason", "per_device" (bytes: the peak, its parts, peaks by program and
+    phase), "collectives" by program, and "run" (steps and hours). On GPUs also "error": bounds of peak and step.
+
+    search: adds "largest", the largest sizes that fit, and "advice". Raises ConfigError for an impossible target, model
+    or mesh, and if a compilation fails or takes longer than plan.timeout_seconds.
     """
     started = time.monotonic()
     case = open_case(config)
@@ -472,10 +478,12 @@ def _remedy(config) -> str:
 
 
 def predict(config, mesh, model) -> dict[str, float]:
-    """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
-    for a run's mesh and model (a jax Mesh of present devices and a Model).
+    """Predicts {"peak_bytes", "step_seconds", "mfu", "<phase>_seconds"} for a run's mesh and model, by counting alone.
 
-    {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
+    Bytes are those of one device; everything is at maximum lengths, without communication. Nothing is compiled. {} on
+    devices missing in the table of chips, if roles have their own devices, and with adapters.
+
+    mesh: jax Mesh of present devices. model: jaxrl.models.Model.
     """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)

@@ -73,7 +73,7 @@ def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
     """Returns every process's payload, by process. Collective.
 
     Payloads may differ in length; they pass through one device of each process, CHUNK bytes at a time. A late process
-    is waited for, and named, before the devices are busy.
+    is waited for, and named (PeerLost), before the devices are busy.
 
     what: tag of the call, the same on every process.
     """

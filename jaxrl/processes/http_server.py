@@ -92,8 +92,8 @@ class Server:
       host, port: where it listens; "" = all addresses, port 0 = a free one (see `self.port`).
       admit: called with a request without its body. Returns None, or the reply that refuses it.
       answer: called with the whole admitted request, returns the reply: a coroutine function, or a function that runs
-        in a thread.
-      longest_body: bytes.
+        in a thread. If it raises, the reply has status 500 and the error's text.
+      longest_body: largest body in bytes; a larger one is refused with status 413.
       connections: open at once, at most half of the process's open files.
       threads: concurrent calls of `answer` if it is not a coroutine function; further ones wait.
       refuse: builds the replies to requests that never reach `admit`: malformed, too large, late.
@@ -127,7 +127,7 @@ class Server:
             asyncio.run(self.serve())
 
     def start(self, name: str) -> Server:
-        """Handles requests in a thread of that name."""
+        """Handles requests in a daemon thread of that name; returns the server."""
         self._thread = threading.Thread(target=self.run, daemon=True, name=name)
         self._thread.start()
         return self

@@ -145,8 +145,8 @@ class Student(Policy):
                                     put=self.put, top=c.distill.top_k)
 
     def most_probable(self, traj, layout) -> np.ndarray:
-        """Returns the student's most probable token ids, [T, distill.top_k] int32, the highest first; 0 where no loss
-        token is.
+        """Returns the student's most probable token ids, [T, distill.top_k] int32, the highest first; 0 at other tokens
+        than loss tokens.
         """
         return self.reader(self.params(), self.shown(traj), layout)["ids"]
 
@@ -193,7 +193,7 @@ class MixedRows:
         """Returns ([(position, example)] of a step's rows with their own completion, the next cursor).
 
         Both are positions in the data, of all rows: the cursor advances over those that the student completes, too. The
-        list is empty with distill.on_policy=1.
+        list is empty with distill.on_policy=1. Raises Interrupted if a stop was requested while rows were read.
         """
         if self.share == 1:  # no row brings a completion
             return [], min(cursor + self.size, self.stream.end)

@@ -37,7 +37,7 @@ def settings(text: str) -> list[tuple[str, object]]:
     each value.
 
     Raises ConfigError for an unknown option, one outside `algorithm` and `optimizer` or with a list as its value, one
-    that cannot be tried on recorded steps, and for a missing or wrong value.
+    whose change a resumed run refuses, and for a missing or wrong value.
     """
     out = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):
