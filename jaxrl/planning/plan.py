@@ -65,7 +65,7 @@ def make(config, search: bool = True) -> dict:
     phase), "collectives" by program, and "run" (steps and hours). On GPUs also "error": bounds of peak and step.
 
     search: adds "largest", the largest sizes that fit, and "advice". Raises ConfigError for an impossible target, model
-    or mesh, and if a compilation fails or takes longer than plan.timeout_seconds.
+    or mesh, and if compiling for CPU or TPU devices fails or takes longer than plan.timeout_seconds.
     """
     started = time.monotonic()
     case = open_case(config)

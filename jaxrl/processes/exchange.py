@@ -186,6 +186,12 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
     It lies on that mesh of its devices: split over ep and tp if these stay within the process, else whole on each
     device. Calling the program is collective.
+
+    Args:
+      mesh: of the parameters, over all processes.
+      logical_axes: tree of the parameters' logical axes.
+      params: tree of the arrays, or of their shapes, that `program` will take.
+      dtype: of floating-point parameters; others keep theirs.
     """
     if copy_crosses(mesh):
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]

@@ -21,7 +21,9 @@ from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
 
 
 def resolved_algorithm(cfg) -> dict:
-    """Returns the options below `algorithm`, with the preset's values where the user set none."""
+    """Returns the options below `algorithm` that presets set, short name -> value: the preset's where the user set
+    none.
+    """
     return {name: value for name, (value, _) in algorithm_row(cfg).items()}
 
 
