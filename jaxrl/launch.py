@@ -28,7 +28,10 @@ NOT_RETRIED = (2, 130)  # an invalid config, Ctrl-C
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line. Returns (options of the launcher, arguments of the processes)."""
+    """Parses the command line. Returns (options of the launcher, arguments of the processes).
+
+    Exits with status 2 and a message for wrong options, or if nothing stands after `--`.
+    """
     parser = argparse.ArgumentParser(prog="jaxrl launch", description=(__doc__ or "").split("\n\n")[0],
                                      epilog="After `--`: the flags of jaxrl train, or a script with its own.")
     parser.add_argument("--processes", type=int, required=True, help="processes to start")
@@ -59,7 +62,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]:
-    """Returns the environment of every process. Raises SystemExit if there are fewer GPUs than requested."""
+    """Returns the environment of every process: coordinator, rank, and its devices and threads.
+
+    GPUs are split evenly unless --devices says how many each gets; without GPUs each has --devices CPU devices (1 by
+    default). --env is set last and wins. Raises SystemExit if there are fewer GPUs than requested.
+
+    options: of `parse`. port: of the coordinator, on this machine.
+    """
     added = dict(entry.split("=", 1) for entry in options.env)
     gpus = visible_gpus({**environ, **added})
     out = []
@@ -81,7 +90,10 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
 
 
 def visible_gpus(environ) -> list[str]:
-    """Returns the NVIDIA devices that jax would use; [] if JAX_PLATFORMS selects the CPU."""
+    """Returns the NVIDIA devices that jax would use: those of CUDA_VISIBLE_DEVICES if set, else all of the machine.
+
+    [] if JAX_PLATFORMS is cpu. environ: environment variables.
+    """
     if environ.get("JAX_PLATFORMS", "cuda") == "cpu":
         return []
     there = sorted(int(p.removeprefix("/dev/nvidia")) for p in glob.glob("/dev/nvidia[0-9]*"))
@@ -90,7 +102,11 @@ def visible_gpus(environ) -> list[str]:
 
 
 class Group:
-    """The processes of one attempt. Args: options of the launcher; the command that each runs."""
+    """The processes of one attempt, started by the constructor on a free port.
+
+    Args:
+      options: of the launcher. command: what each process runs.
+    """
 
     def __init__(self, options, command: list[str]):
         self.options, self.stopping = options, False
@@ -164,7 +180,11 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `jaxrl launch` with these arguments (default sys.argv); returns its exit status."""
+    """Runs `jaxrl launch` with these arguments (default sys.argv); returns its exit status.
+
+    Processes that failed are restarted up to --retries times, except after an invalid config, Ctrl-C or a signal to the
+    launcher.
+    """
     options, rest = parse(sys.argv[1:] if argv is None else argv)
     command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"
                                  else ("-m", "jaxrl", *rest))]

@@ -44,7 +44,10 @@ def number_of(config, kind: str, name: str) -> int:
 
 
 def lora_of(config, adapter: str):
-    """Returns config.lora for one adapter alone."""
+    """Returns config.lora for one adapter alone, with its own rank and alpha if it has any, and without lora.adapters.
+
+    The config is not changed. Raises KeyError for an unknown adapter.
+    """
     c = editable(config)
     for name in LORA_OWN:
         if name in config.lora.adapters[adapter]:

@@ -49,7 +49,10 @@ CONFIG = '''class Config(Options, ConfigDict):
 
 
 def kind_of(dotted: str, option: Option) -> str:
-    """Returns the annotation of an option's resolved value."""
+    """Returns the annotation of an option's resolved value: "float", "tuple[str, ...]", "int | None".
+
+    dotted: name of the option. Tables are "Any"; a None of `algorithm` counts as replaced by the preset's value.
+    """
     default = option.default
     if isinstance(default, dict):
         return "Any"
@@ -62,7 +65,12 @@ def kind_of(dotted: str, option: Option) -> str:
 
 
 def classes(name: str, tree: dict, prefix: str) -> list[str]:
-    """Returns the source of a group's class, after those of the groups in it."""
+    """Returns the source of a group's class, after those of the groups in it.
+
+    Args:
+      name: of the class. tree: option's name -> Option, or the tree of a group.
+      prefix: of the dotted names in it, such as "algorithm.".
+    """
     before, lines = [], []
     for key, node in tree.items():
         dotted = f"{prefix}{key}"

@@ -114,11 +114,10 @@ MOST_WITHOUT = 8  # options of a group that a condition of all the others is wri
 
 
 def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Without what the options of a group are read by nothing.
+    """Returns the conditions without which the options of a group are read by nothing.
 
-    Returns:
-      (conditions of most options of the group -> the options that are without, option -> its further conditions), each
-      a clause of Option.needs or `run.recipe=a|b` of Option.read_by.
+    They are (conditions of most options of the group -> the options that are without, option -> its further
+    conditions), each a clause of Option.needs or `run.recipe=a|b` of Option.read_by.
     """
     clauses = {}
     for name, option in options().items():
@@ -188,7 +187,7 @@ def _presets() -> dict[str, dict]:
 
 
 def columns() -> int:
-    """Returns the columns of the terminal; 120 without one."""
+    """Returns the columns of the terminal, within 60 and 140; 120 without one."""
     return min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
 
 

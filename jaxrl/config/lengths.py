@@ -6,7 +6,7 @@ from jaxrl.config.registry import recipe_of
 
 
 def episodes(config) -> bool:
-    """Whether completions are episodes (env.function, env.program, env.tools, env.mcp)."""
+    """Returns whether completions are episodes (env.function, env.program, env.tools, env.mcp)."""
     return bool(config.env.function or config.env.program or config.env.tools or config.env.mcp)
 
 
@@ -23,8 +23,10 @@ def longest_completion(config, new_tokens: int = 0) -> int:
 
 
 def longest_sequence(config, new_tokens: int = 0) -> int:
-    """Returns the bound on prompt + completion in tokens, and the slot after them if a score is read there. new_tokens:
-    as of `longest_completion`.
+    """Returns the bound on prompt + completion in tokens, and the slot after them if a score is read there.
+
+    It is train.max_sequence_tokens if set, else the sum of the longest prompt and completion. new_tokens: longest turn
+    in place of rollout.max_new_tokens (for evaluation); the bound is then the smaller of the two.
     """
     whole = config.data.max_prompt_tokens + longest_completion(config, new_tokens)
     longest = config.train.max_sequence_tokens or whole

@@ -86,15 +86,18 @@ def _replace_empty_lists(node) -> None:
 
 
 def get(cfg, dotted: str):
-    """Returns the value of an option by dotted name."""
+    """Returns the value of an option by dotted name. Raises KeyError for an unknown one."""
     for part in dotted.split("."):
         cfg = cfg[part]
     return cfg
 
 
 def put(cfg, dotted: str, value) -> None:
-    """Sets a dotted option; {} for a table of options sets all of them to their defaults. Unknown names raise
-    ConfigError naming the nearest known one."""
+    """Sets a dotted option; {} for a table of options sets all of them to their defaults.
+
+    A text for a list is split at commas, an int for a float converted. Raises ConfigError for an unknown name, naming
+    the nearest known one, and for a value of another type. Choices and bounds are checked later, by resolve.checks.
+    """
     if value == {} and (below := _below(dotted)):
         for name in below:
             put(cfg, name, options()[name].default)
@@ -139,8 +142,10 @@ def _coerce(name: str, value, opt: Option):
 
 
 def find_config(spec: str) -> tuple[Path, str | None]:
-    """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'). Bare names are looked up
-    among the shipped configs.
+    """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'); without ':' the second is None.
+
+    Bare names are looked up among the shipped configs. Raises ConfigError, with the nearest name, if there is no such
+    file.
     """
     name, _, arg = spec.partition(":")
     stem = name if name.endswith(".py") else name + ".py"
@@ -168,7 +173,10 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
     """Loads `get_config(arg)` from a config file and applies dotted overrides, e.g. {"optimizer.lr": 1e-5}.
 
     `spec` is a path or the bare name of a shipped config, optionally with ':arg', or a run's config.json. An empty
-    `run.dir` becomes `runs/<file name>`, with _<arg> if there is one.
+    `run.dir` becomes `runs/<file name>`, with _<arg> if there is one. The file is executed.
+
+    Raises ConfigError for a file that is missing, fails, or has no get_config that returns a changed default_config(),
+    and for overrides that no option takes.
     """
     if spec.endswith("config.json"):
         return recorded_config(spec, overrides or {})
@@ -201,7 +209,11 @@ def load_config(spec: str, overrides: dict[str, Any] | None = None) -> Config:
 
 
 def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
-    """Returns the config of a run, from the config.json in its directory (without secrets)."""
+    """Returns the config of a run, from the config.json in its directory (without secrets), with dotted overrides.
+
+    Options that the file lacks have their defaults. Raises ConfigError for a file that is no run's, or has options that
+    this version lacks.
+    """
     try:
         config = json.loads(Path(path).read_text("utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -215,6 +227,8 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
 def config_of(config) -> Config:
     """Returns an editable config from a ConfigDict, the name of a config, options by name on top of
     the defaults, or None.
+
+    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types and unknown options.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))
@@ -262,9 +276,10 @@ def _failure(error: Exception, path: Path) -> str:
 
 
 def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
-    """['--config=FILE', '--config.optimizer.lr=1e-5', ...] -> (FILE, {'optimizer.lr': 1e-5}).
+    """Parses ['--config=FILE', '--config.optimizer.lr=1e-5', ...]; returns (FILE, {'optimizer.lr': 1e-5}).
 
-    Values are read by the option's type. Raises ConfigError on anything else, with the right flag in the message.
+    FILE is None without --config. Values are read by the option's type, and may be the next argument. Raises
+    ConfigError on anything else, with the right flag in the message.
     """
     spec, overrides, args = None, {}, list(argv)
     while args:
@@ -287,7 +302,10 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def parse_value(dotted: str, text: str):
-    """Reads the text of a flag as the type the option has; free tables take Python literals, else text."""
+    """Reads the text of a flag as the type the option has; free tables take Python literals, else text.
+
+    Lists are written a,b or as a Python literal. Raises ConfigError for an unknown option and for other text.
+    """
     opt = options().get(dotted)
     if opt is None:
         if text == "{}" and _below(dotted):
@@ -365,14 +383,17 @@ _FLAG = re.compile(r"((?<![\w-])--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --pas
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value under this name is one to keep to oneself."""
+    """Returns whether a value under this name is a secret: True for `api_key`, False for `pad_token` or `prompt_key`.
+    """
     words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
     return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 
 def redacted_text(text: str, prose: bool = False) -> str:
-    """Returns a text without secrets: what looks like one is replaced. prose: sentences of jaxrl's own about keys, in
-    which `my_key: words` is no header."""
+    """Returns a text with `<redacted>` in place of what looks like a secret.
+
+    prose: sentences of jaxrl's own about keys, in which `my_key: words` is no header.
+    """
     for pattern, instead in _IN_TEXT:
         text = pattern.sub(instead, text)
     text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{m[1]}<redacted>{m[1]}" if is_secret(m[2]) else m[0], text)

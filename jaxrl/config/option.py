@@ -15,11 +15,12 @@ ROOT = Path(__file__).parents[1]  # the package
 class Option(NamedTuple):
     """One option.
 
-    default, doc: its default and its meaning. kind: its type, needed only where the default is None.
-    choices: values that a string may have; or_path: or an import path. bound: key of BOUNDS for a number.
-    needs: condition on other options without which nothing reads it: terms joined by `or`, clauses of them by `and`. A
-    term is `option` (it is on), `not option`, `option=a|b`, `option!=a|b` or `option>1`.
-    read_by: the recipes that read it; () = all. A recipe of the user's own may read any.
+    Attributes:
+      default, doc: its default and its meaning. kind: its type, needed only where the default is None.
+      choices: values that a string may have; or_path: or an import path. bound: key of BOUNDS for a number.
+      needs: condition on other options without which nothing reads it: terms joined by `or`, clauses of them by `and`.
+        A term is `option` (it is on), `not option`, `option=a|b`, `option!=a|b`, `option>1` or `option<1`.
+      read_by: the recipes that read it; () = all. A recipe of the user's own may read any.
     """
 
     default: Any

@@ -56,14 +56,14 @@ def recipe_of(config) -> Recipe:
 
 
 def from_rows(config) -> bool:
-    """Whether a config's job learns from completions that stand in the rows."""
+    """Returns whether a config's job learns from completions that stand in the rows, be it for a part of them."""
     recipe = recipe_of(config)
     group, _, name = recipe.sampled.partition(".")
     return not recipe.samples or bool(name) and config[group][name] < 1
 
 
 def sequences(config) -> int:
-    """Returns the number of sequences of a step."""
+    """Returns the number of sequences of a step: completions for jobs that sample, else rows (a pair counts once)."""
     recipe, size = recipe_of(config), config.data.prompts_per_step
     if not recipe.samples:
         return size

@@ -25,6 +25,8 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
 def end(cfg, passes: int | None = None) -> tuple[int, str]:
     """Returns (steps of the run, the option that ends it and its origin), as far as they are known
     before the first step.
+
+    passes: steps of all data.epochs, if the rows are known; without them data.epochs alone counts as DEFAULT_STEPS.
     """
     known = ends(cfg, passes) or {"train.steps": DEFAULT_STEPS}  # data.epochs alone, and rows that nobody has counted
     name = min(known, key=known.__getitem__)

@@ -586,15 +586,15 @@ def _rows(tree: dict, prefix: str = "") -> dict[str, Option]:
 
 @functools.cache
 def options() -> Mapping[str, Option]:
-    """Flat view of the schema, in its order: dotted name -> Option. Made once, read-only."""
+    """Returns all options, dotted name -> Option, in the order of the schema. Made once, read-only."""
     return MappingProxyType(_rows(SCHEMA))
 
 
 def free_tables() -> list[str]:
-    """Dotted names of the tables a user may add keys to."""
+    """Returns the dotted names of the tables a user may add keys to."""
     return ["user"] + [name for name, opt in options().items() if isinstance(opt.default, dict)]
 
 
 def element_kind(dotted: str) -> type:
-    """What the entries of an option that is a list are: int, float or str."""
+    """Returns the type of the entries of an option that is a list: int, float or str."""
     return float if dotted in NUMBERS else int if dotted in INTEGERS else str

@@ -111,7 +111,10 @@ def unknown_flag(name: str, value: str) -> str:
 
 
 def unknown_argument(name: str, value, known: list[str]) -> str:
-    """Returns the message for a keyword argument that `jaxrl.train` does not have."""
+    """Returns the message for a keyword argument that `jaxrl.train` does not have.
+
+    value: the value that was given for it. known: the arguments that there are.
+    """
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"jaxrl.train({name}=...): did you mean {near[0]}=...?"
     if not (near := suggestions(name)):

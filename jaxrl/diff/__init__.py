@@ -65,7 +65,8 @@ def select_prefixes(*beginnings: str) -> Callable[[dict], dict]:
 
 
 def scores(record: dict) -> dict:
-    """Returns a record's score with the parts and outcomes of its reward."""
+    """Returns a record's score with the parts and outcomes of its reward: {"score", "reward <part>", "outcome <name>"}.
+    """
     reward = record.get("reward") or {}
     return {"score": record.get("score"), **{f"reward {k}": v for k, v in (reward.get("parts") or {}).items()},
             **{f"outcome {k}": v for k, v in (reward.get("outcomes") or {}).items()}}
@@ -89,7 +90,13 @@ BOUNDARIES = (
 
 @dataclasses.dataclass
 class Comparison:
-    """The result at one boundary over all steps: the first unequal place, and the first one beyond rounding."""
+    """The result at one boundary over all steps: the first unequal place, and the first one beyond rounding.
+
+    Attributes:
+      steps: that both runs recorded there. largest: relative difference within rounding. first: text of the first
+        unequal place; "" = all equal.
+      parts: (step, text) of the first place beyond rounding, or None.
+    """
 
     steps: int = 0
     largest: float = 0.0  # of the differences within rounding, as shares of the larger number or of 1
@@ -99,6 +106,9 @@ class Comparison:
 
 def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
     """Compares two JSON values: (0 if equal, the relative difference if within rounding, else inf; text of the worst).
+
+    The relative difference is |a - b| / max(floor, |a|, |b|). Unequal integers, texts and lists of unequal lengths are
+    inf apart.
 
     Args:
       a, b: values; dicts and equally long lists are compared item by item.
@@ -142,6 +152,9 @@ def _short(value) -> str:
 
 class Run:
     """A run directory; config and metrics are read at once, rollouts when asked for.
+
+    Attributes:
+      config: dotted option -> value. versions: package -> version. lines: step -> its metrics.
 
     Raises ConfigError for a folder without a readable config.json and for lines that are not JSON.
     """
@@ -231,7 +244,10 @@ def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | N
 
 
 def compare_exports(a: Run, b: Run) -> str:
-    """Describes in one line how the exported models differ; "" unless both runs have an export."""
+    """Describes in one line how the exported models differ; "" unless both runs have an export.
+
+    Numbers are compared in float64, tensor by tensor; the line has the largest |a - b| and its tensor.
+    """
     import numpy as np
 
     from jaxrl.models.io.tensorfile import read_header

@@ -27,6 +27,11 @@ TAIL = 15  # last lines of stderr that are shown of a failed examination
 
 
 def main(argv=None) -> int:
+    """Runs `jaxrl doctor`: prints and writes what each examination found, without secrets; returns 1 if anything is
+    wrong.
+
+    argv: None = sys.argv. --one runs one examination in this process and prints its lines as JSON.
+    """
     parser = argparse.ArgumentParser(prog="jaxrl doctor", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="jaxrl-doctor.txt", help="the file to write (default jaxrl-doctor.txt)")

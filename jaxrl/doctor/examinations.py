@@ -25,8 +25,10 @@ VARIABLES = re.compile("(JAX|XLA|LIBTPU|TPU|CUDA|NVIDIA|NCCL|HF_HUB_OFFLINE|OMP|
 
 
 class Line(NamedTuple):
-    """One finding. state: "ok", "note" (works, could be better), "wrong" (must be fixed), "-"
-    (absent, or not applicable)."""
+    """One finding.
+
+    state: "ok", "note" (works, could be better), "wrong" (must be fixed), "-" (absent, or not applicable).
+    """
 
     state: str
     text: str
@@ -124,7 +126,9 @@ def devices() -> list[Line]:
 
 
 def kernels() -> list[Line]:
-    """Compares results and gradients of every kernel this platform may use with the reference's."""
+    """Compares results and gradients of every kernel this platform may use with the reference's, in the platform's
+    dtype.
+    """
     from jaxrl.kernels import check
     from jaxrl.resolve.spec import here
     from jaxrl.roles.parameters import DTYPES

@@ -38,8 +38,12 @@ class Speeds:
     """Speeds of a job in seconds.
 
     Attributes:
+      slots: completions that the engine decodes at once.
+      fixed, each: of a decode step, which takes fixed + each x completions that are being decoded.
       prompt: of the engine per completion it starts, during which it decodes nothing.
       reward: after the last completion if nothing is requested ahead; else rewards run during the rollout.
+      train, train_token: of the trainer per step, and per token of prompts and completions.
+      publish: of a weight sync, which the engine waits for.
     """
 
     slots: int
@@ -56,8 +60,13 @@ class Engine(protocol.Engine):
     """A rollout engine in virtual time.
 
     Args:
+      speeds: seconds of its work. Requests start in order as slots become free.
+      length: request -> tokens of its completion.
       beside: it works while the trainer does (on its own devices); else only while polled.
-      length: request -> tokens of its completion. Requests start in order as slots become free.
+
+    Attributes:
+      now: simulated seconds since the start. busy: seconds in which it computed.
+      slot_seconds: sum over completions of the seconds in which they had a slot and the engine computed.
     """
 
     def __init__(self, speeds: Speeds, length, beside: bool):
@@ -99,14 +108,14 @@ class Engine(protocol.Engine):
         return done
 
     def elapse(self, seconds: float) -> None:
-        """Advances the time by a trainer's step."""
+        """Advances the time by `seconds` of the trainer; the engine works meanwhile if it has devices of its own."""
         end = self.now + seconds
         if self.beside:
             self._work(end)
         self.now = end
 
     def hold(self, on: bool) -> None:
-        """Prevents waiting requests from starting while on."""
+        """Prevents waiting requests from starting while on; those that have started go on."""
         self._held = on
 
     def publish(self, params, version: int) -> None:
@@ -157,12 +166,15 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     """Simulates an endless run and measures `steps` steps after the pipeline has filled.
 
     Args:
-      lengths: of completions in the order of the data, repeated.
+      lengths: tokens of the completions in the order of the data, repeated.
+      per_step: prompts of a step. group_size: completions of a prompt.
+      max_staleness, sync_every, partial: the options below `rollout`.
+      beside: the engine has devices of its own.
       prompt: tokens of one prompt.
 
     Returns:
       {"seconds": of each step from the first on; of the measured steps: "step_seconds" mean, "trainer", "engine"
-      shares of the time in which each works, "staleness" the highest}.
+      shares of the time in which each works; "staleness": the highest of all steps, in weight syncs}.
     """
     number = lambda request: request.key.prompt * group_size + request.key.sample  # noqa: E731
     length = lambda request: int(lengths[number(request) % len(lengths)])  # noqa: E731
@@ -201,8 +213,12 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """Measurements of a recorded run: completion lengths of each step, its seconds (without evaluation, checkpoints,
-    exports), fitted speeds.
+    """Measurements of a recorded run.
+
+    Attributes:
+      lengths: tokens of the completions of each step.
+      seconds: [steps] of each step without evaluation, checkpoints, exports.
+      speeds: fitted to these. per_step: prompts of a step. group_size: completions of a prompt.
     """
 
     lengths: list[np.ndarray]
@@ -218,7 +234,12 @@ def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRu
         rollout = fixed * decode steps + each * tokens + prompt * completions
         score + update + other = train + train_token * tokens
 
-    Raises ConfigError for a run that has neither, or whose times overlap.
+    Tokens are completion tokens. The fits are of least absolute deviation; reward and publish are medians.
+
+    steps: of the lines with rollouts; by default those after WARM_UP, which holds compilations.
+
+    Raises ConfigError for a folder without config.json and metrics.jsonl, a run whose times overlap
+    (rollout.max_staleness, sync_every), or fewer than two steps with rollouts.
     """
     folder = Path(folder)
     try:
@@ -255,10 +276,12 @@ def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRu
 
 
 def nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns x >= 0 [K] that minimises |matrix x - target|^2; for few columns.
+    """Returns x >= 0 [K] float64 that minimises |matrix x - target|^2; for few columns: it solves 2^K - 1 problems.
 
     Solves the unbounded problem on every subset of the K columns. The solution of the bounded problem is that of its
     positive columns, so it is the feasible one with the smallest residual.
+
+    matrix: [n, K]. target: [n].
     """
     count = matrix.shape[1]
     best, least = np.zeros(count), float(target @ target)
@@ -287,7 +310,15 @@ def _decode_steps(lengths, slots: int) -> float:
 
 
 def planned(case, phases: dict) -> Speeds:
-    """Returns the Speeds of the target by its roofline. vLLM's servers count as devices of the same kind."""
+    """Returns the Speeds of the target by its roofline. vLLM's servers count as devices of the same kind.
+
+    A decode step takes the seconds of reading the weights at 0 completions, rising linearly to those of full slots.
+    Training has no fixed part: its seconds are spread over the tokens of longest sequences. Rewards take no time.
+
+    Args:
+      case: planning.case.Case.
+      phases: name -> {"seconds", ...} of plan.times.
+    """
     c, chip = case.config, case.target.chip
     (inner, shapes, width), servers = case.sampler, case.samplers
     decode, prefill = workload.rollout_work(c, case.model, inner, shapes, servers, width)
@@ -304,7 +335,12 @@ def planned(case, phases: dict) -> Speeds:
 
 
 def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> list[dict]:
-    """Returns one row per staleness: the config's and those nearby."""
+    """Returns one row per value of rollout.max_staleness, the config's and those of NEARBY, ascending.
+
+    A row is {"max_staleness", "step_seconds", "trainer", "engine"}; the last two are shares of the time in which each
+    works. lengths: tokens of completions, repeated. beside: the engine has devices of its own. prompt: tokens of a
+    prompt.
+    """
     c = config
     own, every = c.rollout.max_staleness, c.rollout.sync_every
     batch = c.data.prompts_per_step * c.rollout.group_size
@@ -319,8 +355,13 @@ def compare(config, speeds: Speeds, lengths, beside: bool, prompt: float) -> lis
 
 
 def plan_asynchrony(case, phases: dict) -> dict:
-    """Returns {"basis", "beside", "rows", "balance"} of a plan. balance: how to split the same number of devices so
-    that neither side waits, by the seconds each is busy; {} if both share theirs.
+    """Returns {"basis", "beside", "rows", "balance"} of a plan.
+
+    basis: where speeds and lengths come from, as text. beside: whether the engine has devices of its own. rows: of
+    `compare`. balance: {"engine", "trainer", "has"}, how to split the same number of devices so that neither side
+    waits, by the seconds each is busy at the smallest staleness; {} if both share theirs.
+
+    phases: name -> {"seconds", ...} of plan.times. With plan.run it raises what read_recorded_run raises.
     """
     c = case.config
     own = bool(c.rollout.servers or c.rollout.vllm.devices) and c.rollout.placement != "colocated"
@@ -345,7 +386,7 @@ def plan_asynchrony(case, phases: dict) -> dict:
 
 
 def table(found: dict) -> list[str]:
-    """Returns the lines of a plan's text."""
+    """Returns the lines of a plan's text about running ahead. found: of `plan_asynchrony`."""
     lines = ["", "running ahead, simulated (" + found["basis"] + "; "
              + ("the engine on devices of its own)" if found["beside"] else "the engine on the trainer's devices)"),
              f"  {'max_staleness':>14s}{'step s':>10s}{'trainer':>10s}{'engine':>10s}   busy"]

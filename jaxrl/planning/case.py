@@ -40,10 +40,11 @@ class Case:
     """A job to plan.
 
     Attributes:
+      config: the Spec resolved against the target. hf_config: the model's description.
       mesh: axis sizes.
       rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the
         completions come from elsewhere.
-      memory, usable: bytes of one device.
+      memory, usable: bytes of one device: all of them, and those that the job may use.
       lent: bytes of it that vLLM's server takes in turns (rollout.placement=colocated; 0 = none).
       left_out: why completions are not planned.
       adapters: the job has adapters; the full training is planned instead.
@@ -86,8 +87,9 @@ class Case:
 
     @functools.cached_property
     def sampler(self) -> tuple[dict, Any, int]:
-        """Returns (mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices
-        of the target's kind.
+        """(mesh, shapes, bytes of a weight) of one engine. vLLM's servers count as devices of the target's kind.
+
+        Of a server the mesh has tp alone, and the shapes only what `workload.rollout_work` reads.
         """
         c = self.config
         if self.rollout is not None:
@@ -106,7 +108,12 @@ class Case:
 
 
 def open_case(config) -> Case:
-    """Builds the case of a config. Raises ConfigError for an impossible target, model or mesh."""
+    """Builds the case of a config.
+
+    With run.warm_start the model is that run's; adapters are left out, and the full training is planned. Raises
+    ConfigError for an impossible target, model or mesh, and for plan.image_tokens that the model or a prompt cannot
+    have.
+    """
     targets.parse(config.plan.target)
     config, adapters = _with_warm_start(config), config.lora.rank > 0
     if adapters:
@@ -162,6 +169,9 @@ def case_of(config, hf_config: dict, model=None) -> Case:
 
     Args:
       model: the model, if a run has built it.
+
+    Raises ConfigError for roles with their own devices: a plan has every role on the policy's, and only policy and
+    sampler may rest, or roles be streamed (mesh.roles).
     """
     target = targets.parse(config.plan.target)
     if set(config.mesh.roles.get("policy", ())) - {"rest"} in ({"devices"}, {"processes"}, {"devices", "processes"}):
@@ -285,7 +295,12 @@ def _rollout(config, model, target, mesh: dict):
 
 
 def device_memory(config, target) -> tuple[float, float]:
-    """Returns (bytes of a device, bytes that the job may use). CPU devices share this host's memory."""
+    """Returns (bytes of a device, bytes that the job may use).
+
+    CPU devices share this host's memory evenly, TPUs are used whole. Of a GPU it is XLA_CLIENT_MEM_FRACTION (or
+    XLA_PYTHON_CLIENT_MEM_FRACTION) if set, else jax's share, or what a vLLM server beside it leaves; all but the
+    context where server and trainer take turns, whatever that fraction is.
+    """
     if target.kind == "cpu":
         share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / target.count
         return share, share

@@ -25,8 +25,10 @@ _OPCODE = re.compile(r"(?:^|\s)([a-z][a-z0-9\-]*)\(")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind over one group: `count` runs that together handle `bytes` of
-    whole (gathered, unreduced) arrays.
+    """Collectives of one kind over one group: `count` runs that together handle `bytes` of whole (gathered, unreduced)
+    arrays.
+
+    A collective-permute counts what one device sends.
     """
 
     kind: str
@@ -44,9 +46,11 @@ class Collective:
 
 
 def read(text: str, per_host: int) -> list[Collective]:
-    """Returns the collectives of a compiled program, of its HLO text.
+    """Returns the collectives of a compiled program, of its HLO text, those that send most first.
 
-    per_host: devices with neighbouring numbers that share a host."""
+    per_host: devices with neighbouring numbers that share a host. Raises ValueError for a notation of device groups
+    that is not known.
+    """
     entry, bodies = _computations(text)
     found = _walk(entry, bodies, per_host, {})
     rows = [Collective(kind, group, hosts, count, size) for (kind, group, hosts), (count, size) in found.items()]
@@ -115,7 +119,11 @@ def _branches(rest: str) -> list[str]:
 
 
 def trips(rest: str, condition: dict[str, str]) -> int:
-    """Returns how often a loop runs: the compiler's figure, else the largest integer its condition compares with."""
+    """Returns how often a loop runs: the compiler's figure, else the largest integer its condition compares with, else
+    1.
+
+    rest: text of the `while` instruction. condition: instruction -> text of the computation that is its condition.
+    """
     known = re.search(r'known_trip_count[^\d]*(\d+)', rest)
     if known:
         return int(known[1])
@@ -184,7 +192,12 @@ def _was_bf16(name: str, bodies, body: dict[str, str]) -> bool:
 
 
 def replica_groups(rest: str) -> np.ndarray:
-    """Returns [groups, devices of a group], from any of the notations of XLA's text."""
+    """Returns the device numbers of the groups of a collective, [groups, devices of a group] int, from any of the
+    notations of XLA's text.
+
+    A collective-permute has its pairs (from, to), [[0]] if all are to themselves. rest: text of the instruction. Raises
+    ValueError if it has no groups in a known notation.
+    """
     found = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest)
     if found:
         return np.array([[int(d) for d in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", found[1])])

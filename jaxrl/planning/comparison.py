@@ -45,8 +45,10 @@ class PlanComparison:
                 "(docs/guides/plan.md)")
 
     def measured(self, lines) -> dict[str, float]:
-        """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their
-        sum}: medians after warm-up.
+        """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their sum}.
+
+        Seconds are medians over the lines after the first WARM_UP, per step. The peak is that of the mesh's first
+        device, which only its own process has.
 
         lines: (step, seconds by phase since the last line) of each line of metrics.
         """
@@ -66,7 +68,10 @@ class PlanComparison:
         return out
 
     def end(self, lines) -> str:
-        """Returns the two lines after the last step; "" if they have nothing in common. lines: as of `measured`."""
+        """Returns the two lines after the last step, predicted and measured; "" if they have nothing in common.
+
+        lines: (step, seconds by phase since the last line) of each line of metrics.
+        """
         found = self.measured(lines)
         if not set(self.predicted) & set(found):
             return ""

@@ -32,9 +32,11 @@ REMATERIALISED = "Involuntary full rematerialization"
 
 def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_mesh: dict | None, wanted=None,
           fast=True):
-    """Starts compiling; returns what `finish` takes.
+    """Starts compiling in a subprocess; returns what `finish` takes: (process, its temporary folder, time of the
+    start).
 
     Args:
+      hf_config: the model's description.
       platform: cpu (as many devices of this machine as the target has), tpu (a topology; needs libtpu) or gpu (needs
         jax's CUDA plugin, see gpu_devices).
       target: targets.Target; for `tpu` it has a topology.
@@ -113,7 +115,7 @@ def has_libtpu() -> bool:
 
 
 def main(job_file: str, result_file: str) -> None:
-    """Compiles the job of the command line and writes the result."""
+    """Compiles the job of the command line and writes the result, or {"problem"} for a ConfigError."""
     job, out = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
     os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()

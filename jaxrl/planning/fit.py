@@ -16,8 +16,10 @@ LONGEST = 1 << 20
 
 
 def with_options(config, **values):
-    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced; static
-    lengths that no longer fit follow the config.
+    """Returns a copy of a config with dotted options (written group__name, group__part__name) replaced.
+
+    A new rollout__max_new_tokens also resets rollout.cache_lengths, train.row_lengths and train.max_sequence_tokens,
+    which then follow from the config.
     """
     c = editable(config)
     with c.unlocked():
@@ -30,7 +32,10 @@ def with_options(config, **values):
 
 
 def largest_n(fits: Callable[[int], bool], start: int, limit: int) -> int:
-    """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits."""
+    """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits.
+
+    The result is exact below 128, else at most 1/64 too small. start: where the search begins to double.
+    """
     if not fits(1):
         return 0
     low, high = 1, max(2, start)
@@ -49,11 +54,16 @@ def _samples(config) -> bool:
 
 
 def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: int) -> dict:
-    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged; None for an option
-    that does not decide memory.
+    """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged.
+
+    They are {"tokens_per_microbatch", "max_new_tokens", "group_size", "slots"}; completions in steps of 64 tokens,
+    slots of all devices together. None for an option that does not decide memory, 0 if not even the smallest fits.
 
     Args:
       peak: config -> bytes on a device.
+      memory: bytes of a device that may be used.
+      mesh: axis sizes.
+      max_positions: of the model, which bounds prompt and completion together.
     """
     shards = data_shards(mesh)
     length = rows(config, shards).shape[1]
@@ -80,8 +90,15 @@ def expert_splits(mesh: dict, per_host: int, experts: int) -> list[int]:
 
 
 def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0) -> Iterator[dict]:
-    """Returns changes in order of preference: first those that cost time, then those that cost samples. experts: of a
-    layer of the model.
+    """Yields changes in order of preference: first those that cost time, then those that cost samples.
+
+    A change maps options, as `with_options` takes them, to values. Order: vLLM's share of memory, recomputation,
+    experts over more devices, smaller microbatches, the optimizer in host memory, fsdp for dp, fewer slots, tp, cp,
+    shorter completions. From fsdp on, each comes with recomputation and the smallest microbatches.
+
+    Args:
+      mesh: axis sizes. per_host: devices of a host. kind: cpu, gpu or tpu.
+      experts: of a layer of the model.
     """
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
@@ -131,6 +148,6 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
 
 
 def as_flags(change: dict) -> str:
-    """Returns a change as command-line flags."""
+    """Returns a change as command-line flags: {"train__param_dtype": "bf16"} is --config.train.param_dtype=bf16."""
     return " ".join(f"--config.{name.replace('__', '.')}={value}" for name, value in change.items())
 

@@ -22,12 +22,15 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def compiles(chip: str) -> bool:
-    """Returns whether programs for this chip can be compiled here."""
+    """Returns whether programs for this chip (`h100` or `h200`) can be compiled here: jax's CUDA plugin is installed.
+    """
     return chip in CHIPS and importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def devices(chip: str, hosts: int = 1, per_host: int = 1) -> list:
-    """Returns devices to build a mesh of."""
+    """Returns hosts x per_host devices to build a mesh of. They compile and cannot run. Raises KeyError for another
+    chip.
+    """
     from jax.experimental import topologies
 
     name, memory, bandwidth = CHIPS[chip]

@@ -67,13 +67,19 @@ PARTS = {"update_params": "parameters", "update_optimizer": "optimizer", "update
 
 
 def peaks(live: dict, programs: dict, resting=(), lent: tuple[float, float, float] | None = None) -> dict[str, float]:
-    """Program -> bytes on the device while it runs.
+    """Returns program -> bytes on one device while it runs.
 
-    live: standing and momentary parts by name, as far as they are on the device. programs: name ->
-    {"arguments", "outputs", "alias", "temporaries"};
-    arguments of 0 are taken from `live`, so that a compiler's own figure (with the padding of its layouts) wins.
-    resting: roles that are away between their uses, the sampler while the trainer works, the policy while completions
-    are sampled. lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it).
+    A program has its arguments, results less the arguments that they replace, and temporaries, beside the other live
+    parts.
+
+    Args:
+      live: standing and momentary parts by name, bytes as far as they are on the device.
+      programs: name -> {"arguments", "outputs", "alias", "temporaries"} in bytes; arguments of 0 are taken from `live`,
+        so that a compiler's own figure (with the padding of its layouts) wins.
+      resting: roles that are away between their uses: the sampler while the trainer works, the policy while completions
+        are sampled.
+      lent: bytes that vLLM's server on the same device has (awake, asleep, of weights on their way to it); it adds the
+        programs `generate` and `give`.
     """
     out = {}
     for name, p in programs.items():
@@ -94,14 +100,17 @@ def peaks(live: dict, programs: dict, resting=(), lent: tuple[float, float, floa
 
 
 def away(phase: str, resting) -> tuple[str, ...]:
-    """Returns the live parts that are not on the device in a phase, except the arguments of its programs."""
+    """Returns the live parts that are not on the device in a phase, except the arguments of its programs.
+
+    resting: the roles that leave the device between their uses, of `policy` and `sampler`.
+    """
     sampler = SAMPLER if "sampler" in resting and phase in ("score", "update") else ()
     policy = POLICY if "policy" in resting and phase == "rollout" else ()
     return MOMENTARY + sampler + policy
 
 
 def by_phase(peaks: dict[str, float]) -> dict[str, float]:
-    """Returns phase -> the highest of its programs."""
+    """Returns phase -> the most bytes of its programs, in the order of a step. peaks: of `peaks`."""
     out: dict[str, float] = {}
     for name in sorted(peaks, key=list(PHASE_OF).index):
         out[PHASE_OF[name]] = max(out.get(PHASE_OF[name], 0.0), peaks[name])
@@ -110,7 +119,13 @@ def by_phase(peaks: dict[str, float]) -> dict[str, float]:
 
 def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
           vllm: float = 0.0) -> dict[str, float]:
-    """Returns the bytes by purpose at the peak; the rest, results that replace nothing and padding, is `other`."""
+    """Returns the bytes by purpose at the peak; the rest, results that replace nothing and padding, is `other`.
+
+    Args:
+      live: bytes of the parts by name. program: the one with the highest peak, `peak` bytes, of which `temporaries` are
+        its own.
+      resting: roles that leave the device between their uses. vllm: bytes of vLLM's server meanwhile.
+    """
     out: dict[str, float] = {"vllm": vllm} if vllm else {}
     for name, size in live.items():
         if name not in away(PHASE_OF[program], resting) or name in ARGUMENTS.get(program, ()):
@@ -124,8 +139,10 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 
 
 def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
-    """Returns the live parts of a job on the device, by name, from the parameter table alone. Frozen parameters count
-    as trained ones; of parts in host memory, those too small for it are ignored.
+    """Returns the bytes of the live parts of a job on one device, by name, from the parameter table alone.
+
+    Frozen parameters count as trained ones; of parts in host memory, those too small for it are ignored. Gradients are
+    fp32; moments have train.param_dtype.
 
     Args:
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
@@ -150,7 +167,7 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
 
 
 def in_host(config) -> set[str]:
-    """Returns the live parts that are always in host memory."""
+    """Returns the names of the live parts that are always in host memory; none for a CPU target."""
     if targets.parse(config.plan.target).kind == "cpu":
         return set()
     learn = ("params", "gradients", "optimizer")
@@ -169,7 +186,11 @@ def cache_bytes(model, mesh: dict, slots: int, length: int, width: int) -> float
     """Returns the bytes of the sampler's cache on one device: keys and values, and states of recurrent layers.
 
     Args:
-      mesh: sizes of its axes. slots: in all. length: positions per slot. width: bytes of a number."""
+      mesh: sizes of its axes. Keys and values are split over tp if it divides their heads, else whole on each device.
+      slots: on all devices of the mesh together.
+      length: positions per slot.
+      width: bytes of a number.
+    """
     cfg = model.config
     kv_share = mesh["tp"] if cfg.cache_heads % mesh["tp"] == 0 else 1
     kv = length * sum(cfg.cache_widths.values()) / kv_share * len(cfg.windows) * width
@@ -189,8 +210,14 @@ def _batch_bytes(what: Rows, model, mesh: dict, kept: bool = False) -> float:
 
 
 def tower_temporaries(model, mesh: dict, rows: float, patches: int, learns: bool) -> float:
-    """Returns the counted bytes that a tower needs for rows of patches beside the decoder's: what the backward pass
-    finds, one layer at work, and the features."""
+    """Returns the bytes that a vision tower needs on one device beside the decoder's.
+
+    Counted: what the backward pass finds, one layer at work, and the features; 0 without a tower or patches.
+
+    Args:
+      rows: of the microbatch, over all data shards. patches: that each has room for.
+      learns: the pass has a backward pass.
+    """
     tower = model.config.vision
     if tower is None or not patches:
         return 0.0
@@ -205,10 +232,15 @@ def tower_temporaries(model, mesh: dict, rows: float, patches: int, learns: bool
 
 
 def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once: int = blockwise.SCORES) -> float:
-    """Bytes that attention needs beside its operands for `queries` query tokens over rows of `keys`.
+    """Returns the bytes that attention needs on one device beside its operands.
 
     The reference holds all scores (fp32: scores and weights; in the backward pass their gradients too), the blockwise
     one its `at_once` of them or those of one block per row, a kernel the log-sum-exp of each query.
+
+    Args:
+      queries: query tokens on the device. keys: tokens of the row that each looks at.
+      tp: devices that share the heads.
+      at_once: scores that the blockwise implementation holds.
     """
     heads = model.config.num_heads / tp
     name = model.attention
@@ -224,8 +256,11 @@ def workspace(model, queries: float, keys: int, tp: int, backward: bool, at_once
 
 
 def recurrence_workspace(model, rows: float, length: int, parts: int, backward: bool) -> float:
-    """Bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens; parts: devices that share
-    the heads (tp, and cp)."""
+    """Returns the bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens; 0 without
+    recurrent layers.
+
+    parts: devices that share the heads (tp, and cp).
+    """
     cfg = model.config
     if not cfg.num_recurrent:
         return 0.0
@@ -235,8 +270,12 @@ def recurrence_workspace(model, rows: float, length: int, parts: int, backward: 
 
 
 def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
-    """Returns the counted temporaries of `update`, `critic` or a scoring pass on a microbatch of
-    `shape` (rows, row length).
+    """Returns the counted temporaries, in bytes on one device, of an update or a scoring pass on one microbatch.
+
+    Args:
+      shape: (rows over all data shards, row length).
+      kind: `update` or `critic`, which have a backward pass; else a scoring pass: `score`, `score_reference`, or
+        `value`, which like `critic` has no output matrix.
     """
     cfg, tp, act = model.config, mesh["tp"], model.compute_dtype.itemsize
     count, length = shape
@@ -284,9 +323,12 @@ def temporaries(config, model, mesh: dict, shape, kind: str) -> float:
 
 
 def rows_of_others(model, t: float, mesh: dict, learns: bool) -> float:
-    """Bytes of a layer's keys and values, and of their gradients, that a device of cp has while it computes attention:
-    those of whole rows, or in a ring what is here and what comes, gradients in fp32, and the output, or the queries'
-    gradients, that are summed in fp32 meanwhile."""
+    """Returns the bytes of a layer's keys and values, and of their gradients, that a device of cp has while it computes
+    attention: those of whole rows, or in a ring what is here and what comes, gradients in fp32, and the output, or the
+    queries' gradients, that are summed in fp32 meanwhile.
+
+    t: tokens of the microbatch per device. learns: with a backward pass. Returns 0 if cp is 1.
+    """
     if mesh["cp"] == 1:
         return 0.0
     numbers, size = t * _key_numbers(model, mesh), model.compute_dtype.itemsize
@@ -338,10 +380,16 @@ def _mean_width(cfg) -> float:
 
 
 def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> float:
-    """Bytes of a chunk of tokens of all devices of ep, of the rows that it is sorted into for this one's experts, of
-    the router's probabilities, and of the experts' gradients in fp32. On CPUs rows are computed in fp32, block by
-    block; kernels keep those of a chunk in the compute dtype, with what they multiply, and sum up in fp32, on Hopper
-    in registers where all tokens are one chunk."""
+    """Returns the bytes on one device that the experts of a layer need beside their weights; 0 for a model without
+    experts.
+
+    They are a chunk of tokens of all devices of ep, the rows that it is sorted into for this one's experts, the
+    router's probabilities, and the experts' gradients in fp32. On CPUs rows are computed in fp32, block by block;
+    kernels keep those of a chunk in the compute dtype, with what they multiply, and sum up in fp32, on Hopper in
+    registers where all tokens are one chunk.
+
+    t: tokens per device. learns: with a backward pass. device: its kind: cpu, gpu or tpu.
+    """
     cfg, ep, act = model.config, mesh["ep"], model.compute_dtype.itemsize
     if not cfg.num_experts:
         return 0.0
@@ -360,13 +408,22 @@ def dispatch(model, t: float, mesh: dict, learns: bool, device: str = "cpu") -> 
 
 
 def layer_weights(model, ep: int = 1) -> float:
-    """Returns the parameters of one layer, with a device's share of its experts."""
+    """Returns the number of parameters of one layer, the mean over layers. ep: devices that its experts are split over.
+    """
     return sum(math.prod(e.shape) / (ep if e.row.stacked else 1)
                for e in model.entries if e.path[0].startswith("layer")) / model.config.num_layers
 
 
 def counted_programs(config, model, mesh: dict, rollout, names) -> dict[str, dict]:
-    """Returns {"arguments": 0, "outputs", "alias", "temporaries"} of the named programs, counted."""
+    """Returns counted bytes of the named programs on one device: {"arguments": 0, "outputs", "alias", "temporaries"} of
+    each.
+
+    Arguments of 0 mean that `peaks` takes them from the live parts.
+
+    Args:
+      rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
+      names: of `program_names`.
+    """
     shape = rows(config, data_shards(mesh)).shape
     scored = rows(config, data_shards(mesh), config.train.score_tokens_per_microbatch).shape
     places = {length: (*room(config, model, (length,)), 0)[0] for _, length in (shape, scored)}
@@ -428,7 +485,10 @@ def _apply(config, model, mesh: dict, name: str) -> float:
 
 
 def program_names(config, rollout) -> list[str]:
-    """Returns the names of the programs of a job that the plan considers."""
+    """Returns the names of the programs of a job that the plan considers, the update first.
+
+    rollout: the embedded sampler of one process, or None; without it no program of the sampler is considered.
+    """
     names = ["update", "update_apply"]
     if config.recipe.samples and config.algorithm.old_logprobs == "recompute":
         names.append("score")

@@ -42,8 +42,9 @@ GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two j
 
 
 def run(config) -> dict:
-    """Prints the plan, writes plan.json, and returns it. Raises ConfigError, naming the nearest config that fits, if
-    it does not fit.
+    """Prints the plan, writes it as JSON to the file that plan.json names (if any), and returns it, see `make`.
+
+    Raises ConfigError, naming the nearest config that fits, if it does not fit.
     """
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
@@ -57,8 +58,14 @@ def run(config) -> dict:
 
 
 def make(config, search: bool = True) -> dict:
-    """Returns the plan of a config as a JSON-able dict. `search` False: without the largest sizes that
-    fit and without advice.
+    """Returns the plan of a config as a JSON-able dict, after compiling its programs in subprocesses.
+
+    Besides the entries of `times` it has "target", "mesh", "rollout_mesh", "parameters" (a number), "basis" (how each
+    figure was found, as text), "fits" and "reason", "per_device" (bytes: the peak, its parts, peaks by program and
+    phase), "collectives" by program, and "run" (steps and hours). On GPUs also "error": bounds of peak and step.
+
+    search: adds "largest", the largest sizes that fit, and "advice". Raises ConfigError for an impossible target, model
+    or mesh, and if compiling for CPU or TPU devices fails or takes longer than plan.timeout_seconds.
     """
     started = time.monotonic()
     case = open_case(config)
@@ -238,8 +245,16 @@ def _bounds(plan: dict, off: float) -> dict:
 
 
 def times(case: Case, collectives: dict) -> dict:
-    """Returns {"phases", "step_seconds", "tokens_per_second_per_chip", "update_tokens_per_second_per_chip", "mfu",
-    "communication_share"}. Empty `collectives` mean no communication.
+    """Returns the predicted seconds of one step and what follows from them.
+
+    Args:
+      collectives: program -> list of its collectives as dicts with `sent`; {} means no communication.
+
+    Returns:
+      {"phases": name -> the dict of roofline.phase; "step_seconds": sum of the phases' seconds, "ideal_step_seconds"
+      and "serial_step_seconds" of theirs; "tokens_per_second_per_chip": tokens of prompts and completions over the
+      step, "update_tokens_per_second_per_chip" over the update; "mfu": operations of workload.useful_flops over the
+      update's seconds, per chip, as a share of its peak; "communication_share": of the serial step}.
     """
     c, chip, topology = case.config, case.target.chip, case.target.topology
 
@@ -329,8 +344,9 @@ def too_small(case: Case) -> str:
 
 
 def counted_peak(case: Case, scale: dict) -> float:
-    """Returns the counted bytes on a device; temporaries are scaled per program by the compiled ones. inf if vLLM's
-    part of the device is too small.
+    """Returns the counted bytes on a device at the peak; inf if vLLM's part of the device is too small.
+
+    scale: program -> compiled temporaries over counted ones; the counted ones are multiplied by it (1 where absent).
     """
     if too_small(case):
         return math.inf
@@ -420,7 +436,10 @@ def _hints(case: Case, plan: dict) -> list[str]:
 
 
 def out_of_memory(error: BaseException | None, config) -> RunStopped | None:
-    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text."""
+    """Returns the message and remedy if a device ran out of memory in a run; None for other errors. Logs its text.
+
+    The cause is looked for along `error` and its __cause__.
+    """
     while error is not None and not (isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED.search(str(error))):
         error = error.__cause__
     if error is None:
@@ -459,10 +478,12 @@ def _remedy(config) -> str:
 
 
 def predict(config, mesh, model) -> dict[str, float]:
-    """Predicts, by counting and without a compilation, {"peak_bytes", "step_seconds", "<phase>_seconds", "mfu", ...}
-    for a run's mesh and model (a jax Mesh of present devices and a Model).
+    """Predicts {"peak_bytes", "step_seconds", "mfu", "<phase>_seconds"} for a run's mesh and model, by counting alone.
 
-    {} on devices missing in the table of chips, if roles have their own devices, and with adapters.
+    Bytes are those of one device; everything is at maximum lengths, without communication. Nothing is compiled. {} on
+    devices missing in the table of chips, if roles have their own devices, and with adapters.
+
+    mesh: jax Mesh of present devices. model: jaxrl.models.Model.
     """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)

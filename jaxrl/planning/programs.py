@@ -46,9 +46,9 @@ def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
 
     Args:
       config: nothing in it is left to the platform (see spec.resolve).
-      hf_config: the model.
-      mesh: of the training programs.
-      rollout_mesh: of the embedded sampler (one process's devices); None = no sampler.
+      hf_config: the model's description.
+      mesh: jax Mesh of the training programs.
+      rollout_mesh: jax Mesh of the embedded sampler (one process's devices); None = no sampler.
       wanted: names of programs to lower; None = all.
     """
     out = Lowering()
@@ -150,7 +150,11 @@ def _update(out: Lowering, job, name, update, state, objective, keep):
 
 
 class Lowered(Programs):
-    """The sampler's programs; calling one lowers it and returns shapes."""
+    """The sampler's programs; calling one lowers it and returns shapes.
+
+    Attributes:
+      lowered: name -> jax.stages.Lowered. keep: name -> whether to lower it; the shapes are found anyway.
+    """
 
     def __init__(self, model, shapes, mesh, dtype, keep):
         super().__init__(model, shapes, mesh, dtype, mesh)

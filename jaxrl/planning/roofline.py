@@ -20,10 +20,14 @@ LAUNCH = {"gpu": 5.5e-6}
 
 
 def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> float:
-    """Of one entry of a program's `collectives` (vars of collectives.Collective, with `sent`).
+    """Returns the seconds of all runs of one entry of a program's `collectives`: bytes over links, and latency.
 
     A ring over several hosts uses the network cards of all its members on a host; on a torus it uses as many axes as it
     spans, and goes half around each in both directions.
+
+    Args:
+      topology: chips along each axis of the torus; read on TPUs alone.
+      found: the fields of a collectives.Collective as a dict, with `sent` (bytes that each device sends).
     """
     start, device, host = LATENCY[chip.kind]
     if chip.kind == "tpu":
@@ -39,11 +43,17 @@ def collective_seconds(chip: Chip, topology: tuple[int, ...], found: dict) -> fl
 
 
 def phase(chip: Chip, parts: list[tuple], network: float) -> dict:
-    """{"compute", "memory", "network", "launches", "ideal", "seconds", "serial", "bound", "flops", "bytes"} of a
-    phase.
+    """Returns the seconds of a phase, and what bounds it.
 
-    parts: (Work, how often) pairs, all on one device; network: seconds of their collectives, already times how often.
-    launches: seconds of LAUNCH. bound: which of the four is longest.
+    Args:
+      parts: (Work, how often) pairs, all on one device.
+      network: seconds of their collectives, already times how often.
+
+    Returns:
+      {"compute", "memory"}: seconds at the chip's own peak and bandwidth; "network" as given; "launches": seconds of
+      LAUNCH. "ideal": the longest of the first three. "seconds": max(network, launches + the longer of compute and
+      memory at the shares that runs attain, Chip.attainable); "serial": their sum instead of the maximum. "bound":
+      which of the four is longest, with these shares. "flops", "bytes": sums over the parts.
     """
     flops = sum(w.flops * n for w, n in parts)
     moved = sum(w.bytes * n for w, n in parts)

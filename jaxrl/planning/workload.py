@@ -56,7 +56,10 @@ class Work:
 
 
 def state_bytes(cfg, mesh: dict, width: int) -> float:
-    """Returns what a device keeps of one sequence in all recurrent layers; `width`: bytes of a cached number."""
+    """Returns the bytes that a device keeps of one sequence in all recurrent layers; 0 for a model without them.
+
+    mesh: sizes of its axes. width: bytes of a cached number.
+    """
     return cfg.num_recurrent * cfg.state_bytes(width) / mesh["tp"]
 
 
@@ -67,13 +70,21 @@ def data_shards(mesh: dict) -> int:
 
 def token_shards(mesh: dict) -> int:
     """Returns the number of parts that the tokens of a microbatch are split into: its rows, and each of them over cp.
+
+    mesh: sizes of its axes.
     """
     return data_shards(mesh) * mesh["cp"]
 
 
 def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = False, tower: bool = True) -> int:
-    """Returns the bytes of the model's weights on one device, or of its experts alone, or without its tower. mesh:
-    sizes of AXES."""
+    """Returns the bytes of the model's weights on one device, or of its experts alone, or without its tower.
+
+    Args:
+      mesh: sizes of AXES.
+      rules: logical axis -> mesh axes, such as TRAIN_RULES or ROLLOUT_RULES.
+      itemsize: bytes of a number.
+      experts: count the experts alone. tower: False = without the vision tower.
+    """
     shape: Any = SimpleNamespace(shape=mesh)
     total = 0
     for entry in model.entries:
@@ -87,7 +98,7 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = 
 
 
 def lengths(config) -> tuple[int, int]:
-    """Returns (longest prompt, longest completion) that fit one sequence together."""
+    """Returns (longest prompt, longest completion) in tokens that fit one sequence together."""
     total = config.longest
     prompt = min(config.data.max_prompt_tokens, total - 1)
     return prompt, min(config.rollout.max_new_tokens, total - prompt)
@@ -110,8 +121,10 @@ def room(config, model, row_lengths) -> tuple[int, ...]:
 
 
 def tower_flops(config, model) -> float:
-    """Returns the operations of the tower's forward pass for the images of one prompt, taken as one square, or as
-    squares of the tower's size where that has one."""
+    """Returns the operations of the vision tower's forward pass for the images of one prompt; 0 for a job of text.
+
+    Images are taken as one square, or as squares of the tower's size where that has one.
+    """
     patches, tower = prompt_patches(config, model), model.config.vision
     if not patches:
         return 0.0
@@ -123,10 +136,12 @@ def tower_flops(config, model) -> float:
 def rows(config, shards: int, tokens: int = 0, model=None) -> Rows:
     """Lays out one optimizer step of longest sequences, as the run does.
 
+    At most LAID_OUT prompt groups are laid out; the microbatches of more are in proportion.
+
     Args:
-      model: whose rows have room for patches; None = text.
       shards: data shards; every microbatch has a multiple of this number of rows.
       tokens: replaces train.tokens_per_microbatch; 0 = the config's.
+      model: whose rows have room for patches; None = text.
     """
     prompt, answer = lengths(config)
     shapes = row_shapes(config.train.row_lengths, prompt + answer, tokens or config.train.tokens_per_microbatch, shards,
@@ -158,14 +173,20 @@ def passes(model) -> int:
 
 
 def split_flops(model, context: float) -> tuple[float, float]:
-    """Returns (all layers', the head's) operations of the forward pass of one token that sees `context` tokens."""
+    """Returns (all layers', the head's) operations of the forward pass of one token that sees `context` tokens.
+
+    A multiply and an add count as two.
+    """
     head = 2 * model.config.hidden_size * model.config.vocab_size
     return model.flops_per_token(max(1, round(context))) - head, head
 
 
 def useful_flops(config, model) -> float:
-    """Returns the operations of forward and backward pass that training needs: no recomputation,
+    """Returns the operations of the forward and backward passes of one step on all devices, without recomputation,
     padding or masked pairs.
+
+    The backward pass counts twice. With several passes over a batch (algorithm.ppo_epochs) each counts. Prompts count
+    once for each group if they are shared; the head counts for the loss tokens alone.
     """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions
@@ -180,8 +201,9 @@ def useful_flops(config, model) -> float:
 
 
 def seen(config, model, length: int) -> float:
-    """Returns the keys that attention computes per query of a packed row: the whole row in XLA, the
-    sequence's in a kernel.
+    """Returns the keys that attention computes per query of a packed row of `length` tokens, on average.
+
+    In XLA it is the whole row; in a kernel it is the visible keys of longest sequences times TILES, at most the row.
     """
     if model.attention in XLA:
         return length
@@ -196,6 +218,11 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 
     Bytes: each matrix product reads its operands and writes its result once, the gathered weights are written and read,
     gradients are read and written.
+
+    Args:
+      mesh: sizes of its axes.
+      what: rows of the microbatch, over all data shards.
+      forward_only: a scoring pass; else forward and backward pass with the recomputation of model.remat.
     """
     count, length = what.shape
     tokens = count * length / token_shards(mesh)
@@ -222,7 +249,10 @@ def train_work(config, model, mesh: dict, what: Rows, forward_only=False) -> Wor
 
 
 def chunk_of_experts(model, mesh: dict, device: str) -> int:
-    """Returns the most tokens of a chunk."""
+    """Returns the most tokens that the experts of a layer take at once, of all devices of ep together.
+
+    device: its kind: cpu, gpu or tpu.
+    """
     cfg, ep = model.config, mesh["ep"]
     return tuned.chunk(cfg.experts_per_token, cfg.num_experts, tuned.room_of(device, model.experts),
                        cfg.num_experts // ep, cfg.expert_inputs, cfg.expert_size // mesh["tp"],
@@ -230,14 +260,19 @@ def chunk_of_experts(model, mesh: dict, device: str) -> int:
 
 
 def expert_chunks(config, model, mesh: dict, tokens: float) -> int:
-    """Chunks in which the experts of a layer meet the tokens, so many on each device, that come to them over ep."""
+    """Returns the chunks in which a layer's experts take `tokens` tokens per device, which come to them over ep.
+
+    It is 1 for a model without experts.
+    """
     if not model.config.num_experts:
         return 1
     return math.ceil(tokens * mesh["ep"] / chunk_of_experts(model, mesh, targets.parse(config.plan.target).kind))
 
 
 def apply_work(config, model, mesh: dict) -> Work:
-    """Returns the work of the optimizer step: parameters and moments read and written, gradients read."""
+    """Returns the work of the optimizer step on one device: parameters and moments read and written, fp32 gradients
+    read.
+    """
     size = SIZES[config.train.param_dtype]
     moments = MOMENTS.get(config.optimizer.name, 2)
     weights = weight_bytes(model, mesh, TRAIN_RULES, 1)
@@ -245,16 +280,20 @@ def apply_work(config, model, mesh: dict) -> Work:
 
 
 def publish_work(config, model, mesh: dict, size: int) -> Work:
-    """Returns the Work of a weight sync: trained weights read, sampling weights written and read. size: bytes of a
-    weight."""
+    """Returns the work of a weight sync on one device: trained weights read, sampling weights written and read.
+
+    size: bytes of a sampling weight.
+    """
     return Work(0, weight_bytes(model, mesh, TRAIN_RULES, SIZES[config.train.param_dtype])
                 + 2 * weight_bytes(model, mesh, ROLLOUT_RULES, size))
 
 
 def decode_launches(cfg) -> int:
-    """Returns the kernels of a decoding step of the embedded sampler on a GPU, of a ModelConfig without adapters.
+    """Returns the number of kernels of a decoding step of the embedded sampler on a GPU, of a ModelConfig without
+    adapters.
 
-    Counted in programs compiled for an H200 (`python evidence/gpu_programs.py --budget`, jax 0.11.2)."""
+    Counted in programs compiled for an H200 (`python evidence/gpu_programs.py --budget`, jax 0.11.2).
+    """
     return (LAUNCHES["step"] + LAUNCHES["layer"] * cfg.num_layers + LAUNCHES["experts"] * cfg.num_expert_layers
             + LAUNCHES["recurrence"] * cfg.num_recurrent)
 
@@ -262,9 +301,14 @@ def decode_launches(cfg) -> int:
 def rollout_work(config, model, mesh: dict, shapes, hosts: int, size: int) -> tuple[Work, Work]:
     """Returns (one decode step, one prefill call) of the embedded sampler on one device of one process.
 
+    `times` of both is per step of the job. Every prompt and completion is at its longest. A decode step reads the
+    weights (of an untied embedding only a few rows, which do not count) and the cache of each slot, and reads and
+    writes the recurrent states.
+
     Args:
       mesh: of one process's devices.
       shapes: its rollout.shapes.Shapes.
+      hosts: processes that share the step's completions.
       size: bytes of a weight or cache entry.
     """
     prompt, answer = lengths(config)

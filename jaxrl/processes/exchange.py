@@ -46,7 +46,11 @@ def owner_process(position: int, count: int) -> int:
 
 
 def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
-    """Returns JSON and arrays as bytes: the length of a JSON head, the head, then the arrays in order."""
+    """Returns JSON and arrays as bytes: the length of a JSON head (8 bytes, little-endian), the head, then the arrays
+    in order.
+
+    meta: JSON-able. arrays: by name, of any shape and of a dtype without Python objects.
+    """
     arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
     head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
                                                 a in arrays.items()]}).encode()
@@ -54,7 +58,7 @@ def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def decode(data: bytes):
-    """Returns (meta, arrays) of `encode`."""
+    """Returns (meta, arrays) of `encode`. Non-empty arrays are read-only views of `data`."""
     (size,) = struct.unpack_from("<Q", data)
     head, at = json.loads(data[8:8 + size]), 8 + size
     arrays = {}
@@ -66,8 +70,12 @@ def decode(data: bytes):
 
 
 def gather(peers: Peers, what: str, payload: bytes) -> list[bytes]:
-    """Returns every process's payload, by process. A late process is waited for, and named, before
-    the devices are busy.
+    """Returns every process's payload, by process. Collective.
+
+    Payloads may differ in length; they pass through one device of each process, CHUNK bytes at a time. A late process
+    is waited for, and named (PeerLost), before the devices are busy.
+
+    what: tag of the call, the same on every process.
     """
     if peers.count == 1:
         return [payload]
@@ -110,6 +118,8 @@ def _everywhere(piece: np.ndarray) -> np.ndarray:
 
 def put(tree, sharding):
     """Turns host arrays that every process holds into global arrays; each process sends its devices their parts only.
+
+    tree: of numpy arrays, the same on all processes. sharding: one for all of them.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -133,7 +143,7 @@ def local_mesh(mesh: Mesh) -> Mesh:
     cp is more of fsdp (sharding.rollout_mesh).
 
     Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same
-    way under both meshes.
+    way under both meshes. A mesh of this process alone is returned as it is.
 
     Raises:
       ConfigError: such a group crosses processes.
@@ -176,6 +186,12 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
     It lies on that mesh of its devices: split over ep and tp if these stay within the process, else whole on each
     device. Calling the program is collective.
+
+    Args:
+      mesh: of the parameters, over all processes.
+      logical_axes: tree of the parameters' logical axes.
+      params: tree of the arrays, or of their shapes, that `program` will take.
+      dtype: of floating-point parameters; others keep theirs.
     """
     if copy_crosses(mesh):
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -196,7 +212,11 @@ def local_copies(mesh: Mesh, logical_axes, params, dtype):
 
 
 def facts(config: dict) -> dict[str, str]:
-    """Returns what must be equal on all hosts, by name: options, versions, jaxrl's code. config: as of `redacted`."""
+    """Returns what must be equal on all hosts, as text by name: options (without PER_HOST), versions, a hash of jaxrl's
+    code.
+
+    config: plain nested dicts without secrets, as config.load.redacted returns them.
+    """
     out = {}
 
     def walk(node, prefix):
@@ -216,7 +236,10 @@ def facts(config: dict) -> dict[str, str]:
 
 
 def check_equal(peers: Peers, found: dict[str, str]) -> None:
-    """Raises ConfigError, on every process, naming each fact that differs, the host and both values."""
+    """Compares facts over all processes. Collective.
+
+    Raises ConfigError, on every process, naming each fact that differs (at most 20), the host and both values.
+    """
     if peers.count == 1:
         return
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

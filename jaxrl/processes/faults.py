@@ -56,7 +56,13 @@ class FaultError(RuntimeError):
 
 
 class Fault(NamedTuple):
-    """One entry of a fault plan."""
+    """One entry of a fault plan.
+
+    Attributes:
+      component, phase: the point, see POINTS. action: what happens there, see ACTIONS. step: when.
+      seconds: of the action `sleep`. process: in which process, -1 = all.
+      text: the entry as it was written.
+    """
 
     component: str
     action: str
@@ -123,8 +129,10 @@ class Faults:
             self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
 
     def fire(self, component: str, step: int, phase: str = "") -> None:
-        """Runs the faults planned for a point. Raises KeyError for a point missing from `POINTS` (a
-        mistake in jaxrl itself).
+        """Runs the faults planned for a point, each once.
+
+        An action may end the process, or raise FaultError or OSError. Raises KeyError for a point missing from `POINTS`
+        (a mistake in jaxrl itself).
         """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")

@@ -30,7 +30,14 @@ class PeerLost(RunStopped):
 
 
 class Place(NamedTuple):
-    """This process's rank and coordinator. coordinator: host:port of process 0, empty if jax finds it itself."""
+    """This process's rank and coordinator.
+
+    Attributes:
+      source: what named it: explicit, slurm, kubernetes or tpu.
+      coordinator: host:port of process 0, empty if jax finds it itself.
+      processes: their number. process: rank of this one, from 0.
+      hosts: by process, if the environment has them, else ().
+    """
 
     source: str
     coordinator: str

@@ -33,8 +33,10 @@ GRACE_SECONDS = 10.0  # from the loss of a process to the end of those that cann
 
 
 def find_place(options, environ=os.environ) -> Place | None:
-    """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process
-    run. Raises ConfigError if only some of them are set.
+    """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
+
+    options: config.launch; its `hosts` chooses the source. Raises ConfigError if only some of the values are set, for a
+    coordinator that is not host:port, and for a rank beyond the number of processes.
     """
     choice = options.hosts
     if choice == "auto":
@@ -119,6 +121,7 @@ class Peers:
 
     Attributes:
       index, count: rank of this process, from 0, and the number of processes.
+      wait_seconds: how long a collective call waits for late processes.
       names: rank -> host, "" if not known.
       failure: the error of a process that died or gave up; None = no process did.
       stop_requested: whether another process was asked to stop.
@@ -168,7 +171,10 @@ class Peers:
         return [value for _, value in calls]
 
     def decide(self, what: str, choose, *arguments):
-        """Returns on every process what choose(*arguments) returns on process 0 (JSON-able)."""
+        """Returns on every process what choose(*arguments) returns on process 0 (JSON-able). Collective.
+
+        Only process 0 calls `choose`. what: tag of the call. Raises PeerLost as `all_gather` does.
+        """
         return self.all_gather(what, choose(*arguments) if self.first else None)[0]
 
     def _collect(self, key: str, what: str) -> list:
@@ -212,7 +218,11 @@ class Peers:
             raise self.failure
 
     def report(self, error: BaseException) -> None:
-        """Tells the other processes why this one ends. Called once, on exit."""
+        """Tells the other processes why this one ends, with the text of `error`. Called once, on exit.
+
+        Nothing is sent if `error` is the failure of another process. A ConfigError reaches the others as ConfigError,
+        any other error as PeerLost.
+        """
         if self.count > 1 and error is not self.failure:
             text = f"{type(error).__name__}: {error}" if not isinstance(error, RunStopped | ConfigError) else str(error)
             self._post(self.index, "config" if isinstance(error, ConfigError) else "stopped", text)
@@ -220,7 +230,8 @@ class Peers:
     def explain(self, error: BaseException) -> BaseException:
         """Returns the reason why a collective failed with `error`, or `error` itself if no process is known to be lost.
 
-        A collective fails at once when a process is gone; the watch learns later which one.
+        A collective fails at once when a process is gone; the watch learns later which one. So this waits: up to the
+        watch's patience and 3 heartbeats if the text speaks of connections, else 2 heartbeats.
         """
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
@@ -268,6 +279,8 @@ class Watch(threading.Thread):
 
     Process 0 reads the heartbeats and posts who has been silent for `patience` seconds; all processes read the posts.
     A process whose main thread cannot exit (it waits in a collective) is ended GRACE_SECONDS later.
+
+    beat: seconds between heartbeats, a tenth of the patience and at most 5.
     """
 
     def __init__(self, peers: Peers, patience: float):

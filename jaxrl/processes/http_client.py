@@ -22,7 +22,7 @@ def fetch(request: urllib.request.Request | str, seconds: float, longest: int = 
     Args:
       request: a request or a URL.
       seconds: until the last byte.
-      longest: bytes.
+      longest: largest body in bytes.
 
     Raises:
       urllib.error.HTTPError: a status other than success, including redirects.

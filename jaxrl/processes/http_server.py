@@ -37,7 +37,11 @@ T = TypeVar("T")
 
 
 class Request(NamedTuple):
-    """A request. version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted."""
+    """A request.
+
+    Attributes:
+      version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted.
+    """
 
     method: str
     path: str
@@ -63,7 +67,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply. headers: lines `Name: value`, without those of body, length and connection."""
+    """A reply.
+
+    Attributes:
+      status: HTTP status. kind: content type. headers: lines `Name: value`, without those of body, length and
+        connection.
+    """
 
     status: int
     body: bytes | bytearray = b""
@@ -72,7 +81,7 @@ class Reply(NamedTuple):
 
 
 def error(status: int, text: str) -> Reply:
-    """Returns an error reply {"error": text}."""
+    """Returns an error reply {"error": text} as JSON, with an HTTP status."""
     return Reply(status, json.dumps({"error": text}).encode())
 
 
@@ -83,8 +92,8 @@ class Server:
       host, port: where it listens; "" = all addresses, port 0 = a free one (see `self.port`).
       admit: called with a request without its body. Returns None, or the reply that refuses it.
       answer: called with the whole admitted request, returns the reply: a coroutine function, or a function that runs
-        in a thread.
-      longest_body: bytes.
+        in a thread. If it raises, the reply has status 500 and the error's text.
+      longest_body: largest body in bytes; a larger one is refused with status 413.
       connections: open at once, at most half of the process's open files.
       threads: concurrent calls of `answer` if it is not a coroutine function; further ones wait.
       refuse: builds the replies to requests that never reach `admit`: malformed, too large, late.
@@ -118,7 +127,7 @@ class Server:
             asyncio.run(self.serve())
 
     def start(self, name: str) -> Server:
-        """Handles requests in a thread of that name."""
+        """Handles requests in a daemon thread of that name; returns the server."""
         self._thread = threading.Thread(target=self.run, daemon=True, name=name)
         self._thread.start()
         return self

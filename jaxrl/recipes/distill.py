@@ -58,7 +58,12 @@ class StepInputs(NamedTuple):
 
 
 def run(config, inputs=None) -> dict:
-    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
+    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
+
+    Args:
+      config: a checked ConfigDict, or a Spec.
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
+    """
     with Session(resolve(config), inputs) as s:
         drawn = round(s.spec.distill.on_policy * s.spec.data.prompts_per_step)
         samples = bool(drawn) or bool(s.spec.eval.sets or s.spec.data.eval_fraction)
@@ -101,7 +106,14 @@ def describe_distillation(c) -> str:
 
 
 def objective(job, roles: Roles, teacher):
-    """Returns the objective of the update: a policy loss for distill.loss=sampled, else a divergence."""
+    """Returns the objective of the update.
+
+    It is the policy loss of the roles for distill.loss=sampled, else training.Distillation, a divergence between
+    teacher and student at every loss token.
+
+    teacher: of teachers.open_teacher. Its model is passed on only for a divergence over the whole vocabulary, where the
+    update computes the teacher's logits from its hidden states.
+    """
     d = job.config.distill
     if d.loss == "sampled":
         return roles.loss
@@ -115,25 +127,34 @@ def objective(job, roles: Roles, teacher):
 class Student(Policy):
     """The policy that trains.
 
-    extra_params: name -> parameters that its update reads and does not keep: the teacher's head.
+    extra_params: name -> parameters that its update reads and does not keep: the teacher's head. {} for other losses
+    than a divergence over the whole vocabulary.
     """
 
     extra_params: dict = {}
 
     @functools.cached_property
     def reader(self):
-        """Returns read(params, traj, layout): the student's own outputs (training.make_reader)."""
+        """Function read(params, traj, layout) -> the student's own outputs at the loss tokens, 0 elsewhere.
+
+        They are "logprob" [T] float32 and, with distill.top_k, "ids" [T, top_k] int32 and "logprobs" [T, top_k] float32
+        of the most probable tokens, in nats at distill.temperature.
+        """
         c = self.job.config
         return training.make_reader(self.job.model, temperature=c.distill.temperature, chunk=c.train.logprob_chunk,
                                     put=self.put, top=c.distill.top_k)
 
     def most_probable(self, traj, layout) -> np.ndarray:
-        """Returns the student's most probable token ids at each token, [T, distill.top_k]."""
+        """Returns the student's most probable token ids, [T, distill.top_k] int32, the highest first; 0 at other tokens
+        than loss tokens.
+        """
         return self.reader(self.params(), self.shown(traj), layout)["ids"]
 
     def update(self, batches) -> dict:
-        """Runs one optimizer step, with the teacher's head among the frozen parameters; returns its metrics, on the
-        device."""
+        """Runs one optimizer step on the packed microbatches `batches`, which are on the device.
+
+        During the step the teacher's head is among the frozen parameters. Returns the step's metrics, on the device.
+        """
         if not self.extra_params:
             return super().update(batches)
         self.state = self.state.replace(frozen={**self.state.frozen, **self.extra_params})
@@ -169,15 +190,21 @@ class MixedRows:
         return self.count_before(position + 1) > self.count_before(position)
 
     def step(self, cursor: int) -> tuple[list, int]:
-        """Returns ([(position, example)] of a step's rows with their own completion, the next cursor)."""
+        """Returns ([(position, example)] of a step's rows with their own completion, the next cursor).
+
+        Both are positions in the data, of all rows: the cursor advances over those that the student completes, too. The
+        list is empty with distill.on_policy=1. Raises Interrupted if a stop was requested while rows were read.
+        """
         if self.share == 1:  # no row brings a completion
             return [], min(cursor + self.size, self.stream.end)
         found, after = self.stream.take(cursor)
         return [row for row in found if not self.is_on_policy(row[0])], after
 
     def take(self, number: int, count: int) -> tuple[list, int]:
-        """Returns ([(number, example)], next number) of `count` on-policy rows from the row `number` on, as
-        Stream.take."""
+        """Returns ([(number, example)], next number) of `count` on-policy rows from the row `number` on.
+
+        Same form as Stream.take, with numbers that count on-policy rows alone; fewer rows at the end of the stream.
+        """
         if self.share == 1:
             return self.stream.take(number, count)
         first, last = self.position(number), self.position(number + count - 1)
@@ -247,7 +274,11 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
 def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
     """Joins the student's completions and the rows', in this order, to one batch.
 
-    on_prompt: prompt tokens are scored too, except the first, which nothing predicts, and those of images.
+    Args:
+      pieces: one batch, or two. Two have one sequence for each trajectory. Their token columns (`columns`) are dropped,
+        and each row of the second is a group of its own, numbered after the groups of the first.
+      on_prompt: prompt tokens are in the loss mask too, except the first of each sequence, which nothing predicts, and
+        those of images.
     """
     if len(pieces) == 2:
         a, b = pieces
@@ -275,7 +306,14 @@ def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
 def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]:
     """Scores a batch with the teacher, and with policy and reference where the loss needs them.
 
-    Returns (token columns of the loss, metrics).
+    Returns (token columns of the loss, metrics). With distill.loss=sampled the columns are those of the policy loss and
+    "advantage", [T] float32, of algorithms.distillation.sampled_advantages. The metrics are means over loss tokens, in
+    nats: distill/divergence of the policy's log-probs (recomputed ones if the loss reads them, else the engine's) less
+    the teacher's, and distill/teacher_logprob.
+
+    With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D] for
+    the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K] float32 in nats.
+    With teacher.save, process 0 also writes the ids and log-probs to a file.
     """
     s, d = parts.s, parts.s.spec.distill
     targets = parts.teacher.targets(traj, layout, lambda: parts.student.most_probable(traj, layout))
@@ -297,7 +335,15 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 
 
 def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
-    """Runs all optimizer steps of a batch; returns the means of their metrics."""
+    """Runs all optimizer steps of a batch; returns the means of their metrics.
+
+    Loss tokens are weighted by algorithm.aggregation over their minibatch. With algorithm.mask_truncated completions
+    that were cut at their longest have the weight 0 and still count in the denominators.
+
+    Args:
+      columns: token columns of `teacher_columns`.
+      from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce.
+    """
     c, policy, pending = parts.s.spec, parts.roles.policy, []
     traj = policy.shown(traj)
     a = c.algorithm
@@ -319,7 +365,15 @@ def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str,
 
 
 def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion) -> dict[str, float]:
-    """Returns the host metrics of one step."""
+    """Returns the host metrics of one step; sends histograms to the telemetry if the student completed rows.
+
+    `length/*` are loss tokens per trajectory, which are completion tokens unless distill.on_prompt is set;
+    `flops/update` are the operations of all passes.
+
+    Args:
+      batch: the student's completions, or None if all rows bring theirs.
+      per_completion: [N] mean advantage of each of the batch's completions over its loss tokens; None without a batch.
+    """
     s, c, count = parts.s, parts.s.spec, parts.speed.operations
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),

@@ -36,7 +36,12 @@ from jaxrl.types import Places
 
 
 def run(config, inputs=None) -> dict:
-    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
+    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
+
+    Args:
+      config: a checked ConfigDict, or a Spec.
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
+    """
     with Session(resolve(config), inputs) as s:
         job = open_run(s)
         c = job.config
@@ -76,7 +81,10 @@ def run(config, inputs=None) -> dict:
 
 
 class Completion(NamedTuple):
-    """A completion and its prompt, in the form that recipes.sft.demonstrations takes."""
+    """A completion and its prompt as 1-D token ids, in the form that recipes.sft.demonstrations takes.
+
+    trained is None: all tokens of the completion are in the loss.
+    """
 
     prompt_ids: np.ndarray
     target_ids: np.ndarray
@@ -87,9 +95,12 @@ class Completion(NamedTuple):
 class PreferenceStep:
     """The completions of some rows, in data order, the chosen one of a pair before the rejected one.
 
+    A row has two completions if it has a rejected one, else one whose label is in data.label_column.
+
     Attributes:
+      completions: list of N Completion. rows: N ints, the index of the row of each in `examples`.
       traj: Trajectories, one per completion; completions of a row share its prompt. layout: training.Layout.
-      table: which completions form pairs, and labels.
+      table: which completions form pairs, and labels: [N] bool, True for a chosen completion or a true label.
     """
 
     def __init__(self, job, examples):
@@ -110,7 +121,8 @@ class PreferenceStep:
     def mismatched_prompts(self):
         """Pairs each completion with the prompt of the previous row (the first row's with the last's), for KTO's z0.
 
-        Returns (traj, layout); completions are cut to the longest sequence.
+        Returns (traj, layout), in the order of the completions. Each completion is cut so that it fits the longest
+        sequence with its new prompt, to one token at least. A step of one row keeps its own prompt.
         """
         longest, count = self.job.config.longest, len(self.examples)
         before = [self.examples[(row - 1) % count] for row in self.rows]
@@ -120,7 +132,10 @@ class PreferenceStep:
 
 
 def lay_out(job, completions, rows):
-    """Returns (Trajectories, training.Layout) of completions. rows: number of the row of each."""
+    """Returns (Trajectories, training.Layout) of completions, with the completions alone in the loss.
+
+    rows: index of the row of each; completions of one row are one group.
+    """
     traj = demonstrations(completions, rows, loss_on_prompt=False, images=job.images)
     return traj, training.make_layout(traj.sizes, job.row_shapes, share_prompts=job.config.train.share_prompts)
 
@@ -128,7 +143,10 @@ def lay_out(job, completions, rows):
 class Losses:
     """The preference losses of a job on a step's completions.
 
-    passes: forward passes over the completions per step, without the reference's.
+    Attributes:
+      reference: sums of log-probs under the reference (ReferenceSums), or None if no loss reads it.
+      with_z0: preference.loss has kto, whose z0 needs a second batch of mismatched prompts.
+      passes: forward passes over the completions per step, without the reference's.
     """
 
     def __init__(self, s, job, score):
@@ -144,7 +162,12 @@ class Losses:
         self.passes = 1 + self.with_z0
 
     def __call__(self, role: Role, step: PreferenceStep):
-        """Returns (loss, derivative [N] by the log-prob sums, metrics) under a role's parameters."""
+        """Returns (loss, its derivative [N] float64 by the completions' sums of log-probs, metrics) under a role's
+        parameters.
+
+        Sums are over the tokens of a completion, in nats at temperature 1. KTO's z0 is max(0, mean of policy less
+        reference sums over the step's mismatched prompts); the derivative takes it as constant.
+        """
         z0, metrics = 0.0, {}
         policy, reference = self._sums(role, step.traj, step.layout)
         if self.with_z0:
@@ -158,7 +181,11 @@ class Losses:
 
 
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:
-    """Runs one optimizer step along the derivative [N]; returns its metrics, which stay on the device."""
+    """Runs one optimizer step along a derivative; returns its metrics, which stay on the device.
+
+    derivative: [N] dloss/ds by the completions' sums of log-probs s, already divided by the loss's denominator. A loss
+    token has the weight -dloss/ds of its completion.
+    """
     weights, traj = training.sequence_weights(step.traj, derivative), policy.shown(step.traj)
     micro = step.layout.minibatches[0].microbatches
     return policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in micro)
@@ -167,8 +194,9 @@ def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, An
 class HeldOutEvaluation:
     """Evaluates held-out sets. Returns what Session expects of an evaluation.
 
-    Sets of pairs, or of completions with labels: loss and implicit rewards as in a training step, once more with other
-    pictures for each of eval.controls. Sets of prompts are completed and scored as in any job.
+    Sets of pairs, or of completions with labels: loss and implicit rewards as in a training step, over the whole set at
+    once, and once more with other pictures for each of eval.controls. Sets of prompts are completed and scored as in
+    any job.
 
     sync: weight sync for the sets of prompts; None: these are left out.
     """
@@ -186,6 +214,9 @@ class HeldOutEvaluation:
             self.completions = Evaluation(s, with_prompt_sets(job), sync)
 
     def __call__(self):
+        """Returns (metrics, records of the sets of prompts, entry of summary.json); all empty if their evaluation
+        returned none.
+        """
         metrics, rows = {}, {}
         if self.completions is not None:
             metrics, rows, _ = self.completions()
@@ -195,7 +226,12 @@ class HeldOutEvaluation:
         return metrics, rows, summary(metrics)
 
     def preferences(self) -> dict[str, float]:
-        """Returns the metrics of the sets of pairs or labels."""
+        """Returns the metrics of the sets of pairs or labels.
+
+        They are `eval/<set>/<metric of a step>`; with other pictures (`eval/<set><control>/...`) `loss` and `accuracy`
+        alone. `eval/preference_accuracy` is the share of correctly ordered pairs over the pairs of all sets, without
+        controls; it is absent if there are no pairs.
+        """
         out, right, pairs = {}, 0.0, 0
         for name, step in self.steps.items():
             found = self.losses(self.role, step)[2]

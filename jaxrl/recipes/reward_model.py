@@ -38,7 +38,12 @@ EVAL_ROWS = 256  # of held-out rows scored at once
 
 
 def run(config, inputs=None) -> dict:
-    """Trains and returns the content of summary.json."""
+    """Trains and returns the content of summary.json.
+
+    Args:
+      config: a checked ConfigDict, or a Spec.
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
+    """
     with Session(resolve(config), inputs) as s:
         job = scoring(open_run(s, with_engine=False))
         c, model = job.config, Scorer(job, s.total_steps)
@@ -78,14 +83,20 @@ def scoring(job: Job) -> ScoringJob:
 
 
 class Scorer(Policy):
-    """The reward model that trains, with optimizer and update program."""
+    """The reward model that trains, with optimizer and update program.
+
+    updates: optimizer steps of the run, for the learning rate's schedule.
+    """
 
     def __init__(self, job: ScoringJob, updates: int):
         super().__init__(job, training.Score(**precision(job)), updates, make_value_score(job.model, put=job.put))
 
     def start(self, arrays: dict | None) -> None:
         """Starts from a checkpoint; else from model.path, a language model (with a head of zeros) or a sequence
-        classifier with one label; else random with a head of zeros."""
+        classifier with one label; else random with a head of zeros.
+
+        arrays: those of a checkpoint, None if there is none.
+        """
         if arrays is not None:
             return super().start(arrays)
         job, m = self.job, self.job.config.model
@@ -99,7 +110,7 @@ class Scorer(Policy):
         self.state = parameters.new_state(job, self.optimizer, self._abstract, params)
 
     def export(self, folder) -> None:
-        """Writes a Hugging Face sequence classifier with one label."""
+        """Writes a Hugging Face sequence classifier with one label, in checkpoint.export_dtype, into `folder`."""
         c, job = self.job.config.checkpoint, self.job
         hf.export(job.tree, training.merge(self.state.trainable, self.state.frozen), folder, job.hf_config,
                   c.export_dtype, tokenizer=job.tokenizer, shard_gb=c.shard_gb, eos_ids=job.eos_ids)
@@ -109,7 +120,10 @@ class Scorer(Policy):
 class Batch:
     """Sequences with the slots at which their scores are read, and the loss of these scores.
 
-    traj: see training.scored_behind. loss: [K] scores, in the order of the slots -> (loss, derivative [K], metrics).
+    Attributes:
+      traj: prompts and completions with one token (0) after each, see training.scored_behind. loss_mask is True at the
+        K slots: the token after the last one of a sequence, or after each step.
+      loss: scores [K] in the order of the slots -> (loss, its derivative [K] float64 by the scores, metrics).
     """
 
     traj: Trajectories
@@ -119,8 +133,13 @@ class Batch:
 def make_batch(examples, c, images=None) -> Batch:
     """Builds the batch of some examples.
 
-    Sequences 2 i and 2 i + 1 are the chosen and the rejected completion of example i; with reward_model.kind=steps
-    sequence i is that of example i. images: the job's ImageSource.
+    Sequences 2 i and 2 i + 1 are the chosen and the rejected completion of example i, and the loss is Bradley-Terry's
+    with the margin of data.margin_column (0 where it is missing) and reward_model.center. With reward_model.kind=steps
+    sequence i is that of example i, and the loss is the cross-entropy of the steps' labels.
+
+    Args:
+      examples: rows of the data. c: the config.
+      images: the job's ImageSource; None for text.
     """
     options = c.reward_model
     shown = images and Pictures.of(
@@ -140,7 +159,11 @@ def make_batch(examples, c, images=None) -> Batch:
 
 
 def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
-    """Runs one optimizer step on a batch; returns its metrics."""
+    """Runs one optimizer step on a batch; returns its metrics.
+
+    Loss and `score/*` are those of the parameters before the step, over all slots of the batch. Lengths are completion
+    tokens, without the slot.
+    """
     traj, share = batch.traj, job.config.train.share_prompts
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=share)
     with s.phase("score"):
@@ -165,7 +188,11 @@ def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
 
 class Evaluation:
     """Measures accuracy on held-out rows: the share of pairs whose chosen completion scores higher (ties are wrong), or
-    of steps whose score has the right sign; once more with other pictures for each of eval.controls."""
+    of steps whose score has the right sign; once more with other pictures for each of eval.controls.
+
+    EVAL_ROWS rows are scored at once. Metrics of a set are means over its pairs or steps, `eval/accuracy` that over the
+    pairs or steps of all sets, without controls.
+    """
 
     def __init__(self, s, job, model: Scorer):
         self.s, self.job, self.model = s, job, model

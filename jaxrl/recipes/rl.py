@@ -34,7 +34,9 @@ from jaxrl.run.setup import open_run
 
 
 def run(config, inputs=None) -> dict:
-    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
+    """Trains and returns the content of summary.json.
+
+    With run.mode=eval it evaluates instead, with run.mode=parity it measures the log-prob gaps of the engine.
 
     Args:
       config: a checked ConfigDict, or a Spec.

@@ -22,7 +22,12 @@ from jaxrl.types import Pictures, Trajectories
 
 
 def run(config, inputs=None) -> dict:
-    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json."""
+    """Trains (or, with run.mode=eval, evaluates) and returns the content of summary.json.
+
+    Args:
+      config: a checked ConfigDict, or a Spec.
+      inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
+    """
     held_out = bool(config.eval.sets or config.data.eval_fraction)
     with Session(resolve(config), inputs) as s:
         job = open_run(s, with_engine=held_out)
@@ -70,11 +75,17 @@ def log_line(s, job, policy, pending: list):
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Trajectories:
-    """Builds Trajectories of prompt + target, each sequence its own group; behaviour log-probs are 0.
+    """Builds Trajectories of prompt + target, each a sequence; behaviour log-probs are 0, versions -1.
 
-    The loss mask covers the target, end-of-text included; with several turns, the model's turns alone. loss_on_prompt:
-    all tokens but the first (image tokens never). positions: of the examples in the data. images: the job's
-    ImageSource.
+    The loss mask covers the target, end-of-text included; with several turns, the model's turns alone. Image tokens are
+    never in it, nor is the first token of a sequence, which nothing predicts.
+
+    Args:
+      examples: N rows with 1-D int arrays prompt_ids and target_ids, and `trained`: bools of the last tokens of a
+        sequence, True where the loss reads them; None = the whole target.
+      positions: N ints, of the examples in the data; they become the groups.
+      loss_on_prompt: the loss mask covers all tokens, those between turns too.
+      images: the job's ImageSource; None for text.
     """
     tokens = [np.concatenate([e.prompt_ids, e.target_ids]).astype(np.int32) for e in examples]
     prompts = np.array([len(e.prompt_ids) for e in examples], np.int32)
@@ -116,9 +127,10 @@ def add_adapter_column(config, traj: Trajectories, examples) -> Trajectories:
 
 
 def one_update(job, policy: Policy, traj: Trajectories, step: int):
-    """Runs one optimizer step on all sequences.
+    """Runs one optimizer step on all sequences, with the mean of -log-prob over all loss tokens of the batch.
 
-    Returns (metrics, which stay on the device; Layout.metrics). step: completed steps, for dropout seeds.
+    In an adapter set the mean is over the loss tokens of each adapter. Returns (metrics, which stay on the device;
+    Layout.metrics). step: completed steps; with lora.dropout it is in the seeds, so a resumed run repeats them.
     """
     layout, traj = training.make_layout(traj.sizes, job.row_shapes, share_prompts=False), policy.shown(traj)
     weights = training.loss_weights(traj, np.arange(traj.num_sequences), "token_mean")
@@ -136,7 +148,13 @@ def one_update(job, policy: Policy, traj: Trajectories, step: int):
 
 
 def line_metrics(pending) -> dict[str, float]:
-    """Averages metrics, token counts and operations over the updates since the last line; one transfer per update."""
+    """Averages metrics, token counts and operations over the updates since the last line; one transfer per update.
+
+    Metrics, `rollout/*` and `flops/update` are means over updates; `length/mean` and `length/max` are completion
+    tokens, over all sequences.
+
+    pending: (metrics on the device, Trajectories, Layout.metrics, operations) of each update.
+    """
     steps = [training.adapter_set.mean_over_adapters(host_scalars(m)) for m, *_ in pending]
     names = dict.fromkeys(k for s in steps for k in s)
     out = {k: float(np.mean([s[k] for s in steps if k in s])) for k in names}

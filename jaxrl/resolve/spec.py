@@ -38,8 +38,11 @@ SHALLOW = 8  # layers up to which CPUs get them unrolled
 
 
 class Platform(NamedTuple):
-    """What a decision may depend on: the kind of device (cpu, gpu, tpu) and the dtype it computes in
-    best (bf16, fp16, fp32)."""
+    """What a decision may depend on.
+
+    Attributes:
+      kind: the kind of device: cpu, gpu or tpu. dtype: the one it computes in best: bf16, fp16 or fp32.
+    """
 
     kind: str
     dtype: str
@@ -55,9 +58,15 @@ else:
 class Spec(Options):
     """A job with nothing left to decide. Frozen.
 
-    asked: the config as it was given, with the recipe's defaults; checkpoints keep it. options: all options as decided.
-    origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo", "default
-    of rl", "cpu", "model", "engine".
+    Groups of options are attributes (`spec.train.steps`) and items (`spec["train"]`).
+
+    Attributes:
+      asked: the config as it was given, with the recipe's defaults; checkpoints keep it.
+      options: all options as decided.
+      recipe: the registry's row of run.recipe.
+      origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo",
+        "default of rl", "cpu", "model", "engine".
+      platform: that it was resolved for; None = what depends on it is still "auto" or 0.
     """
 
     asked: ConfigDict
@@ -85,7 +94,7 @@ class Spec(Options):
 
     @cached_property
     def longest(self) -> int:
-        """Largest number of tokens of prompt and completion together."""
+        """Largest number of tokens of prompt and completion together, and a slot more for models with a score head."""
         return lengths.longest_sequence(self)
 
     @cached_property
@@ -95,7 +104,7 @@ class Spec(Options):
 
     @cached_property
     def completions(self) -> int:
-        """Completions to a prompt in one step."""
+        """Completions to a prompt in one step: rollout.group_size for jobs that sample, 2 for pairs, else 1."""
         return self.rollout.group_size if self.recipe.samples else 2 if self.recipe.pairs else 1
 
     @cached_property
@@ -110,7 +119,7 @@ class Spec(Options):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the job trains a critic: its advantage is gae."""
+        """Whether the job reads values of states, from a critic or a value head of the policy: its advantage is gae."""
         return self.recipe.samples and self.algorithm.advantage == "gae"
 
     @property
@@ -122,7 +131,7 @@ class Spec(Options):
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether the policy has a value head of its own."""
+        """Whether the policy has a value head of its own (critic.shared) in place of a critic model."""
         return self.needs_critic and self.critic.shared
 
     @cached_property
@@ -131,13 +140,16 @@ class Spec(Options):
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
-        """Options below `algorithm` that presets speak of -> (value as asked, "config" or
-        "preset <name>"), for printing."""
+        """Returns the options below `algorithm` that presets set -> (value, "config" or "preset <name>"), for printing.
+        """
         return algorithm_row(self.asked)
 
     def chosen(self) -> dict:
-        """Options below `algorithm` that the user set, or that make the preset another one than grpo ->
-        value; {} without one."""
+        """Returns the options below `algorithm` that the user set, or that make the preset another one than grpo ->
+        value.
+
+        {} for a job that does not sample.
+        """
         if not self.recipe.samples:
             return {}
         known = self.row()
@@ -154,7 +166,7 @@ ADAPTERS_LR = 10  # adapters learn at so many times the rate of full training (L
 
 
 def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
-    """Decides every option that is left open.
+    """Decides every option that is left open. The config is not changed.
 
     Args:
       config: a ConfigDict, or a Spec, whose config is decided again.
@@ -250,7 +262,11 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
 
 
 def serves_apart(c, hf_config: dict) -> bool:
-    """Whether vLLM servers of ours would serve the adapters of a config apart from their base."""
+    """Returns whether vLLM servers that jaxrl starts would serve the adapters of a config apart from their base.
+
+    False for models, ranks and options of `lora` with which the merged weights are sent instead. hf_config: the model's
+    description.
+    """
     family = FAMILIES.get(hf_config.get("model_type", ""))
     if family is not None and family.merged_only:
         return False
@@ -279,7 +295,9 @@ def algorithm_row(config) -> dict[str, tuple]:
 
 
 def here() -> Platform:
-    """Returns the platform of this process's first device."""
+    """Returns the platform of this process's first device. Its dtype is fp32 on CPUs, fp16 on GPUs before compute
+    capability 8, else bf16.
+    """
     import jax
 
     device = jax.devices()[0]

@@ -21,7 +21,9 @@ from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
 
 
 def resolved_algorithm(cfg) -> dict:
-    """Returns the options below `algorithm`, with the preset's values where the user set none."""
+    """Returns the options below `algorithm` that presets set, short name -> value: the preset's where the user set
+    none.
+    """
     return {name: value for name, (value, _) in algorithm_row(cfg).items()}
 
 
@@ -70,7 +72,10 @@ def _of_sources(cfg, v):
 
 
 def of_samples(cfg, v) -> list[str]:
-    """Returns the problems of jobs that learn from samples without rewards. v: as of resolved_algorithm."""
+    """Returns the problems of jobs that learn from samples without rewards.
+
+    v: options below `algorithm`, short name -> value, with the preset's values where the user set none.
+    """
     return [*_batch_division(cfg, v), *_ratios(cfg, v), *_mismatch(cfg, v)]
 
 
@@ -86,7 +91,8 @@ MOST_SUPPORT = 128
 def import_path(name, path, kind: Any = Callable):
     """Returns the problem of an import path that cannot be imported or is not a `kind`, as a list; [] without one.
 
-    name, path: the option and its value."""
+    name, path: the option and its value. The module or file is imported, which executes it.
+    """
     try:
         found = imported(path)
     except Exception as e:  # it is the user's code: anything may go wrong in it

@@ -101,7 +101,10 @@ def _source(cfg, name, source):
 
 
 def entry(name, opt, value):
-    """Returns the problems of a source's entry that is an option: its kind, choices and bound."""
+    """Returns the problems of an entry of a source or an adapter that is an option: its kind, choices and bound.
+
+    name: of the entry, for the text. opt: the Option that the entry replaces.
+    """
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value
     if kind is tuple:

@@ -17,7 +17,10 @@ AGAIN = ("replay", "explain")  # values of run.mode that read a record
 
 
 def numbers(text: str) -> list[int]:
-    """Parses "10:20,30" -> [10, 11 ... 20, 30]; "" -> []. Raises ValueError for other text."""
+    """Parses "10:20,30" -> [10, 11 ... 20, 30], sorted, each once; "" -> [].
+
+    Numbers start at 1, and 10:20 includes 20. Raises ValueError for other text.
+    """
     out = []
     for part in text.replace(" ", "").split(",") if text else ():
         if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", part)):
@@ -31,7 +34,10 @@ def numbers(text: str) -> list[int]:
 
 def settings(text: str) -> list[tuple[str, object]]:
     """Parses "algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for
-    each value. Raises ConfigError.
+    each value.
+
+    Raises ConfigError for an unknown option, one outside `algorithm` and `optimizer` or with a list as its value, one
+    whose change a resumed run refuses, and for a missing or wrong value.
     """
     out = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):

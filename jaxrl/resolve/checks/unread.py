@@ -26,7 +26,10 @@ TABLES = ("reward.remote.", "reward.judge.")  # a reward's table may stand on to
 class Term(NamedTuple):
     """One term of a condition: `option`, `not option`, `option=a|b`, `option!=a|b`, `option>1`, `option<1`.
 
-    relation: "", "=", "!=", "<" or ">". values: what it is compared with, as text."""
+    Attributes:
+      negated: it has `not`. name: dotted name of the option.
+      relation: "", "=", "!=", "<" or ">". values: what it is compared with, as text.
+    """
 
     negated: bool
     name: str
@@ -58,8 +61,9 @@ class Term(NamedTuple):
 
 
 def terms(needs: str) -> list[list[Term]]:
-    """Parses a condition: clauses, all of which must hold, of terms, one of which must. Raises
-    ValueError for other text.
+    """Parses a condition: clauses, all of which must hold, of terms, one of which must; "" -> [].
+
+    Raises ValueError for other text, and for an option that does not exist.
     """
     out = []
     for clause in needs.split(" and ") if needs else ():
@@ -102,7 +106,7 @@ def _short(value) -> str:
 
 
 def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) -> list[str]:
-    """A problem for every option that is set and that nothing would read.
+    """Returns a problem for every option that is set and that nothing would read.
 
     Args:
       prefixes: of the options that are asked about; () = all but those of TABLES.
