@@ -236,7 +236,8 @@ class Explained:
         found = self.replay.roles.policy.gradients(state, packed())
         if found is None:  # nobody has a weight: no gradient
             return jax.tree.map(lambda x: x.astype(np.float32) * 0, state.trainable)
-        return found[0]
+        scale = np.float32(state.stats.get("loss_scale", 1.0))  # of fp16
+        return jax.tree.map(lambda x: x / scale, found[0]) if scale != 1 else found[0]
 
     # ---- anomalous completions
 

@@ -300,7 +300,7 @@ class Trainer:
         The loss and its gradient are sums over all targets of the batch, divided by nothing.
 
         Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
-        finite: the window is emptied then, and gradients of earlier calls are lost, too."""
+        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])
@@ -312,7 +312,8 @@ class Trainer:
         if learn:
             run.loss += loss
         if not np.isfinite(loss):
-            self.empty_window(run)
+            if learn:
+                self.empty_window(run)
             raise Refused(422, NOT_FINITE.format(loss))
         return self._of_data(packed, 0, logprobs), loss
 

@@ -154,6 +154,12 @@ def test_what_is_not_finite_stays_with_its_run(base):
         answers = [{"loss": found[k][1], **dict(enumerate(found[k][0]))} for k in (0, 1, 3)]
         return [*answers, *windows, *map(trained, others)]
 
+    run = trainer.start(LoraOptions(RANK, seed=4))
+    trainer.forward_backward(run, good, True)
+    kept = {k: np.asarray(x) for k, x in run.window.items()}
+    with pytest.raises(Refused):  # a forward pass alone takes nothing away, by itself as with others
+        trainer.forward_backward(run, bad, False)
+    assert isinstance(trainer.forward_backward_together([(run, bad)], False)[0], Refused) and same_bits(kept, run.window)
     clean = play("")
     for spoilt in ("adapter", "loss"):
         assert all(same_bits(a, b) for a, b in zip(play(spoilt), clean, strict=True)), spoilt
