@@ -111,8 +111,8 @@ def test_a_teacher_that_sees_teaches(tmp_path, options):
         assert fingerprint(tmp_path / "again")["export/model.safetensors"] == fingerprint(tmp_path / "run")["export/model.safetensors"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name, options", [("dpo", PAIRS), nightly("reward_model", PAIRS)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, options", [("dpo", PAIRS), ("reward_model", PAIRS)])
 def test_a_stopped_job_goes_on_bitwise(tmp_path, name, options):
     options = {**options, "optimizer.schedule": "constant"}
     jaxrl.train(job(name, tmp_path / "whole", **options))

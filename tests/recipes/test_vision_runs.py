@@ -301,7 +301,7 @@ def of_cosmos_rl(tmp_path, checkpoint, policy="", kind="sft", more="", name="Qwe
 
 @pytest.mark.full
 @pytest.mark.parametrize(("policy", "moves"), [
-    ('freeze_pattern = ["^visual"]', lambda name: not name.startswith("model.visual.")),
+    nightly('freeze_pattern = ["^visual"]', lambda name: not name.startswith("model.visual.")),
     ('trainable_map = { "visual.merger" = true }', lambda name: name.startswith("model.visual.merger.")),
     nightly("trainable_map = { visual = false }", lambda name: not name.startswith("model.visual.")),
     nightly("", lambda name: True),
@@ -315,7 +315,7 @@ def test_what_cosmos_rl_freezes_of_a_qwen2_5_vl_stays_where_it_is(tmp_path, chec
     assert still == {name for name in after if not moves(name)}, sorted(still ^ {n for n in after if not moves(n)})[:5]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_qwen2_5_vl_is_the_teacher_that_a_cosmos_rl_config_names(tmp_path, checkpoint):
     """distillation.model_name_or_path: of rows of text, which its text model judges. A student that is its teacher has nothing to learn."""
     c = of_cosmos_rl(tmp_path, checkpoint, kind="grpo", more='[distillation]\nenable = true\nmodel_name_or_path = "{model}"\n', name="student")
