@@ -64,6 +64,12 @@ def test_the_first_difference_is_named(run, edit, case):
     assert (f"  {boundary}: differ from {said}") in text
 
 
+def test_nan_in_both_runs_is_no_difference():
+    nan = {"loss": float("nan"), "all": [1.0, float("nan")]}
+    assert diff.difference(nan, json.loads(json.dumps(nan)), 1e-6) == (0.0, "")
+    assert diff.difference(nan, nan | {"loss": 1.0}, 1e-6)[0] == float("inf")
+
+
 @pytest.mark.full
 def test_rounding_is_told_from_a_difference(run, edit, capsys):
     copy = edit(ROLLOUTS, 3, lambda r: r["logprobs"].__setitem__(1, r["logprobs"][1] + 2e-6))

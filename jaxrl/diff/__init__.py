@@ -133,7 +133,7 @@ def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
 
 def _of_values(a, b, rounding, floor):
     said = f": {_short(a)} and {_short(b)}"
-    if a == b:
+    if a == b or (a != a and b != b):  # NaN in both
         return 0.0, ""
     number = lambda x: isinstance(x, float | int) and not isinstance(x, bool)  # noqa: E731
     if not (number(a) and number(b)) or (isinstance(a, int) and isinstance(b, int)):

@@ -291,7 +291,7 @@ class VllmEngine(Engine):
                     found.update(self.fleet.controls[replica.index].gauges())
         seconds, size = self.publisher.last_publish["seconds"], self.publisher.last_publish["bytes"]
         return {f"engine/{name}": float(value) for name, value in found.items()} | {
-            "publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds,
+            "publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds if seconds else 0.0,
             "publish/probe": self.publisher.last_probe}
 
     def close(self) -> None:
