@@ -76,7 +76,8 @@ def scalar(text: str) -> Any:
 def override_value(text: str, depth: int = 0) -> Any:
     """Returns the value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
 
-    Raises ValueError where brackets or quotes are not closed.
+    A quote that is not closed is text. depth: how many lists and tables the text lies in. Raises ValueError for
+    brackets that are not closed, an entry of a table without a colon, and more than DEEPEST lists and tables.
     """
     if depth > DEEPEST:
         raise ValueError("nested too deeply")

@@ -475,7 +475,7 @@ class Migration:
         }
 
     def records(self) -> list[Record]:
-        """Returns one record per key of the source, in its order."""
+        """Returns one record per key of the source, sorted by key."""
         if self.refused:
             note = {key: why for key, why, _ in self.lacking}
             rows = sorted(self.singles.values(), key=lambda s: s.key)

@@ -55,9 +55,15 @@ def is_gpt_oss(model) -> bool:
 
 
 def load(model, name: str, tensor, gates: dict) -> None:
-    """One tensor. vLLM's loader of gpt-oss copies sinks, and experts in one stack, past their parameters' loaders,
-    which a reload needs: sinks go through theirs, experts one by one, as vLLM takes them too: transposed, gate and up
-    in turns. `gates` keeps what waits for its up."""
+    """Loads one tensor of the trainer's.
+
+    vLLM's loader of gpt-oss copies sinks, and experts in one stack, past their parameters' loaders, which a reload
+    needs. So sinks go through theirs, and experts one by one, as vLLM takes them too: transposed, gate and up in turns.
+
+    Args:
+      name: the trainer's name.
+      gates: (expert, "weight" or "bias") -> (kind, tensor) of a gate or up whose other half has not come; changed.
+    """
     import torch
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 

@@ -142,9 +142,10 @@ def animation(image: Image) -> tuple[float, ...] | None:
 
 def as_text(value) -> str | list:
     """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
-    for files that hold text alone.
+    for files that hold text alone. An image that cannot be read becomes the text of its error.
 
-    Raises TypeError for another value, as a `default` of json.dumps must.
+    value: a file's bytes, a PIL image, an array as of read.image_of, or [frames, ...] of them. Raises TypeError for
+    another value, as a `default` of json.dumps must.
     """
     if isinstance(value, np.ndarray) and value.ndim == 4:  # the frames of a video
         return [as_text(frame) for frame in value]

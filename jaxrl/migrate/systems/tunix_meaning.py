@@ -123,7 +123,8 @@ def file_of_keys(m: Migration):
 
 
 def ends(m: Migration):
-    """Tokens that end a completion: texts are model.eos_tokens, numbers those of the model's own files."""
+    """Sets model.eos_tokens from a list of texts; other lists are left to the model's own files, and the report says
+    so."""
     key = ROLLOUT + "eos_tokens"
     tokens = m.list(key)
     if tokens and all(isinstance(t, str) for t in tokens):

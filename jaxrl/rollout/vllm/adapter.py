@@ -315,7 +315,7 @@ class Control:
         return True
 
     def version(self) -> str:
-        """Returns vLLM's version text."""
+        """Returns vLLM's version text, "0.0" if the server names none. Errors as of `check_health`."""
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
