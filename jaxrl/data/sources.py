@@ -91,7 +91,7 @@ class BadRows:
         """Records a bad row at `where` ("file:line") for the reason `problem`. Raises DataError in mode 'error'."""
         message = f"{where}: {problem}"
         if self.mode == "error":
-            raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)") from None
+            raise DataError(f"{message} (data.bad_rows='skip' leaves such rows out and counts them)")
         self.count += 1
         if len(self.messages) < self.KEEP:
             self.messages.append(message)
