@@ -25,7 +25,7 @@ from jaxrl.rl.roles import Roles
 from jaxrl.rl.rollouts import Batch
 from jaxrl.rl.step import lay_out, learn, make_loss_weigher, prepare
 from jaxrl.run.setup import ModelInputs, open_job
-from jaxrl.training.layout import Minibatch, row_shapes
+from jaxrl.training.layout import row_shapes
 
 MODEL = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -117,7 +117,7 @@ class Tiny:
         """Returns {loss term: [T] float weights} of one optimizer step with all completions, divided by the config's
         own denominators (rl.step.make_loss_weigher)."""
         weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
-        return weigh(Minibatch(np.arange(case.traj.num_sequences), ()))
+        return weigh(np.arange(case.traj.num_sequences))
 
     # ---- gradients
 
@@ -145,7 +145,7 @@ class Tiny:
         if critic is not None and running is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:
-            weights = weigh(minibatch)
+            weights = weigh(minibatch.sequences)
             packed = (training.pack(case.traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             grads, metrics = self.policy.gradients(self.policy.state, map(self.policy.put, packed))
             out.append({name: np.asarray(x) for name, x in grads.items()} | {"loss": np.asarray(metrics["loss"])})

@@ -190,6 +190,7 @@ class Reader:
         self.with_tools = self.template.chat and not tools  # else an environment's
         self.all_turns = data.train_turns == "all" and targets == "required"
         self.prompt, self.answer, self.completion = data.prompt_column, data.answer_column, data.completion_column
+        self._reserved = RESERVED.keys() - ({"answer"} if self.answer == "answer" else set())
         self.pattern, self._renamed, self._warned = None, set(), False
         if data.answer_pattern:
             try:
@@ -271,21 +272,19 @@ class Reader:
         """Returns what rewards receive of a row: every column except `but` (prompt, completion, images); a reserved
         name gets an underscore appended.
         """
-        out = {}
-        for name, value in row.items():
-            if name in but:
-                continue
-            if name in RESERVED and (name != "answer" or self.answer != "answer"):
-                if f"{name}_" in row:
-                    raise PromptError(f"columns {name!r} and '{name}_': rewards get {RESERVED[name]} as {name!r}, and "
-                                      f"would get the first as '{name}_'; give it another name")
-                if name not in self._renamed:
-                    self._renamed.add(name)
-                    log.warning("column %r: rewards and environments get %s under this name, and the column's values "
-                                "as '%s_'", name, RESERVED[name], name)
-                name = f"{name}_"
-            out[name] = value
-        return out
+        return {self._other_name(name, row) if name in self._reserved else name: value
+                for name, value in row.items() if name not in but}
+
+    def _other_name(self, name: str, row) -> str:
+        """Returns the name under which rewards receive a column whose own name is reserved; warns once of each."""
+        if f"{name}_" in row:
+            raise PromptError(f"columns {name!r} and '{name}_': rewards get {RESERVED[name]} as {name!r}, and "
+                              f"would get the first as '{name}_'; give it another name")
+        if name not in self._renamed:
+            self._renamed.add(name)
+            log.warning("column %r: rewards and environments get %s under this name, and the column's values "
+                        "as '%s_'", name, RESERVED[name], name)
+        return f"{name}_"
 
     def _conversation(self, row, messages):
         """Returns (messages before the first assistant message, all messages)."""

@@ -219,7 +219,7 @@ class Explained:
 
     def _weights(self):
         weigh = make_loss_weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
-        return [(mini, weigh(mini)) for mini in self.done.prepared.layout.update.minibatches]
+        return [(mini, weigh(mini.sequences)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:
         """Returns the gradient of the loss on the tokens of the trajectories `chosen` ([N] bool; None = all)."""

@@ -227,15 +227,18 @@ def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int |
     if reward.clip is not None:
         score = np.clip(score, -reward.clip, reward.clip)
     if (beyond := np.flatnonzero(np.abs(score) > MAX_REWARD)).size:
-        i = beyond[0]
-        parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
-        raise RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
-                         f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
-                         "can hold; lower reward.weights or reward.scale, or set reward.clip")
+        raise _too_large(result, score, beyond[0], reward)
     buffer = reward.overlong_buffer if buffer is None else buffer
     if buffer <= 0:
         return score
     return score - overlong_penalty(lengths, max_new_tokens, buffer, reward.overlong_penalty)
+
+
+def _too_large(result, score, i: int, reward) -> RunStopped:
+    parts = ", ".join(f"{name} {values[i]:g}" for name, values in result.parts.items() if not np.isnan(values[i]))
+    return RunStopped(f"the score of completion {i} of the batch is {score[i]:g} ({parts}; reward.scale="
+                      f"{reward.scale:g}, reward.bias={reward.bias:g}): beyond {MAX_REWARD:g}, whose square fp32 "
+                      "can hold; lower reward.weights or reward.scale, or set reward.clip")
 
 
 def trial_items(dataset, tokenizer, prefix: str = "", images=None) -> list[RewardItem]:

@@ -270,14 +270,9 @@ class Rollouts:
         keep = {g: k for one in rounds for g, k in one.keep.items()}
         chosen, metrics, requested = set(keep), {}, sum(one.asked for one in rounds)
         if mode == "refill":
-            good = [g for g in keep if keep[g]]
-            chosen = set((good + [g for g in keep if not keep[g]])[:wanted])
-            if len(good) < wanted:
-                log.warning("step %d: %d of %d groups have signal after %d rounds "
-                            "(algorithm.dynamic_sampling_rounds=%d); the others have no gradient", step + 1, len(good),
-                            wanted, len(rounds), c.algorithm.dynamic_sampling_rounds)
-            discarded = 1 - len(chosen) / max(len(keep), 1)
-            metrics = {"rollout/rounds": float(len(rounds)), "rollout/discarded_fraction": discarded}
+            chosen = self._choose(keep, wanted, len(rounds), step)
+            metrics = {"rollout/rounds": float(len(rounds)),
+                       "rollout/discarded_fraction": 1 - len(chosen) / max(len(keep), 1)}
             requested = len(chosen) * c.rollout.group_size
         rows = [row for one in rounds for row in one.rows if row[2].position in chosen]
         if not rows:
@@ -311,6 +306,17 @@ class Rollouts:
                      baseline if c.algorithm.advantage_mean == "greedy" else None, dropped,
                      None if stale is None else stale.astype(np.float32), requested, cursor,
                      metrics, passed, addresses)
+
+    def _choose(self, keep: dict[int, bool], wanted: int, rounds: int, step: int) -> set[int]:
+        """Returns the `wanted` groups that a refilled step uses, those with signal first; warns if they are too few.
+
+        keep: group -> whether it has signal, in data order."""
+        good = [g for g in keep if keep[g]]
+        if len(good) < wanted:
+            log.warning("step %d: %d of %d groups have signal after %d rounds "
+                        "(algorithm.dynamic_sampling_rounds=%d); the others have no gradient", step + 1, len(good),
+                        wanted, rounds, self.spec.algorithm.dynamic_sampling_rounds)
+        return set((good + [g for g in keep if not keep[g]])[:wanted])
 
     def publish(self, params, version: int) -> None:
         """Hands the weights after `version` completed steps to the engine.

@@ -237,7 +237,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
         policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
         for minibatch in prepared.layout.update.minibatches:
-            weights = weigh(minibatch)
+            weights = weigh(minibatch.sequences)
             packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
             pending.append(metrics | weigh.masked_fractions)
@@ -246,7 +246,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns a function minibatch -> {loss term: weights [T] float64} for one batch.
+    """Returns a function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64} for one batch.
 
     Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
     sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
@@ -266,12 +266,9 @@ def make_loss_weigher(spec, batch, columns):
     positive = None
     if a.positive_nll_coef:
         positive = np.nan_to_num(accuracy_rewards(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
-    constant = a.aggregation_constant or c.rollout.max_new_tokens
-
-    def weigh(minibatch):
-        return training.loss_weights(traj, minibatch.sequences, a.aggregation, max_tokens=constant,
-                                     chunk=a.aggregation_sequences, dropped=dropped, keep=keep, positive=positive)
-
+    weigh = functools.partial(training.loss_weights, traj, aggregation=a.aggregation, chunk=a.aggregation_sequences,
+                              max_tokens=a.aggregation_constant or c.rollout.max_new_tokens, dropped=dropped, keep=keep,
+                              positive=positive)
     weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
     return weigh
 

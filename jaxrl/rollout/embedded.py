@@ -50,7 +50,7 @@ from jaxrl.rollout.protocol import (
 )
 from jaxrl.rollout.sampling import Controls
 from jaxrl.rollout.shapes import ALL, Shapes, from_config, work_of
-from jaxrl.rollout.slot_requests import Parked, Sample
+from jaxrl.rollout.slot_requests import Parked, Sample, nothing_sampled
 from jaxrl.rollout.stops import find_stop, text_decoder
 from jaxrl.sharding import data_shards, make_mesh, rollout_mesh
 from jaxrl.types import Images, Pictures
@@ -58,6 +58,8 @@ from jaxrl.types import Images, Pictures
 COUNTERS = ("requests", "finished", "aborted", "tokens", "slot_steps", "decode_steps", "chunks", "tokens_queued",
             "slot_steps_queued", "prefill_calls", "prefilled_prompts", "prefilled_tokens", "parked", "parked_past",
             "evicted", "extend_calls", "extended_prompts", "extended_tokens")
+NOT_FINITE = ("rollout: non-finite log-probs under weight version {}; the weights, or logits in this dtype, are not "
+              "finite: check model.path and optimizer.lr, or set a wider rollout.dtype")
 
 
 def make_engine(*fields):
@@ -106,6 +108,7 @@ class EmbeddedEngine(Engine):
         self._held = self._closed = False
         self._counts = Counter({name: 0 for name in COUNTERS})
         self._table = _empty_table(shapes)
+        self._nothing = nothing_sampled(shapes.support, shapes.routes)
         self._adapters = len(adapter_set.adapter_names(model))
         self._whose = np.zeros(shapes.slots, np.int32)  # number of the adapter of the request in each slot
         self._no_history: dict[int, jax.Array] = {}
@@ -246,7 +249,7 @@ class EmbeddedEngine(Engine):
         bucket = next(i for i, n in enumerate(self.shapes.prompt_lengths) if n >= len(prompt))
         key = prompt.tobytes(), request.pictures and identity(request.pictures), request.adapter
         return Sample(dataclasses.replace(request, prompt=prompt), key, bucket,
-                      min(p.max_new_tokens, total - len(prompt)))
+                      min(p.max_new_tokens, total - len(prompt)), [self._nothing])
 
     def _images(self, pictures: Sequence[Pictures | None], lengths, width: int) -> Images:
         """Returns the images of prompts of a class of `width` tokens."""
@@ -461,9 +464,7 @@ class EmbeddedEngine(Engine):
         if not np.isfinite(chunk.logprobs).all():
             self.abort()
             self._cache, self._stash = self._programs.new_caches()  # masked keys must be finite too
-            raise RunStopped(f"rollout: non-finite log-probs under weight version {self._version}; the weights, or "
-                             "logits in this dtype, are not finite: check model.path and optimizer.lr, or set a "
-                             "wider rollout.dtype")
+            raise RunStopped(NOT_FINITE.format(self._version))
         queued, tokens = bool(self._waiting), 0
         for column, slot in enumerate(rows.tolist()):
             if slot in self._running:
@@ -527,7 +528,7 @@ class EmbeddedEngine(Engine):
         for i, slot in enumerate(rows.tolist()):
             sample = self._running.get(slot)
             if sample is not None and sample.request.sampling.penalised:
-                tokens = np.concatenate([sample.request.prompt, sample.column(0, np.int32)])
+                tokens = np.concatenate([sample.request.prompt, *(part[0] for part in sample.parts)])
                 history[i, :len(tokens)] = tokens
         return self._programs.put(history, sharding)
 
@@ -543,7 +544,7 @@ class EmbeddedEngine(Engine):
         progress.produced[sample.slot] += len(tokens)
         p = sample.request.sampling
         if p.stop and self._decode_text is not None:
-            completion = sample.column(0, np.int32).tolist()
+            completion = np.concatenate([part[0] for part in sample.parts]).tolist()
             stop = find_stop(self._decode_text, completion, len(tokens), p.stop, p.min_new_tokens)
             if stop:
                 self._finish(sample, "stop", stop[0] if p.keep_stop else stop[1])
@@ -555,9 +556,8 @@ class EmbeddedEngine(Engine):
         return len(tokens)
 
     def _finish(self, sample: Sample, reason: str, length: int | None = None):
-        tokens, logprobs, log_kept, support, routes, versions = (sample.column(i, t)[:length] for i, t in enumerate(
-            (np.int32, np.float32, np.float32, np.int32, np.int16, np.int32)))
-        support = support.reshape(len(versions), self.shapes.support)
+        columns = (np.concatenate(chunks)[:length] for chunks in zip(*sample.parts, strict=True))
+        tokens, logprobs, log_kept, support, routes, versions = columns
         routes = self._all_routes(sample, routes) if self.shapes.routes else None
         self._done.append(Result(sample.request.id, tokens, logprobs, log_kept, versions, reason, sample.request.seed,
                                  support, routes))

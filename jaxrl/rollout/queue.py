@@ -37,11 +37,11 @@ import numpy as np
 from jaxrl.rollout.protocol import UNFINISHED, EngineLost, Request, Result
 
 
-def last_step(step: int, max_staleness: int, sync_every: int) -> int:
+def last_step(step: int, max_staleness: int, sync_every: int, steps: int) -> int:
     """Returns the last step whose groups may be requested while `step` is the next to train. Steps count from 0.
 
-    (step // sync_every + max_staleness + 1) * sync_every - 1."""
-    return (step // sync_every + max_staleness + 1) * sync_every - 1
+    (step // sync_every + max_staleness + 1) * sync_every - 1, at most the last of the run's `steps`."""
+    return min((step // sync_every + max_staleness + 1) * sync_every, steps) - 1
 
 
 def staleness(step: int, versions, sync_every: int):
@@ -115,7 +115,8 @@ class RolloutQueue:
         """
         self._end = max(cursor, self._end)
         own = cursor + (count or self.per_step)
-        for planned in range(step, max(step, self._last(step)) + 1):
+        last = last_step(step, self.max_staleness, self.sync_every, self.steps)
+        for planned in range(step, max(step, last) + 1):
             end = own + (planned - step) * self.per_step
             if end > self._end:
                 prompts, self._end = self._draw(self._end, end - self._end)
@@ -130,9 +131,6 @@ class RolloutQueue:
             self.engine.submit(submitted)
         out = [self.groups[p] for p in range(cursor, min(own, self._end))]
         return out, cursor + len(out)
-
-    def _last(self, step: int) -> int:
-        return min(last_step(step, self.max_staleness, self.sync_every), self.steps - 1)
 
     def _add(self, prompts, planned: int) -> None:
         requests = self._requests(prompts, planned) if prompts else []
@@ -251,7 +249,8 @@ class RolloutQueue:
           outcomes: request id -> known results of its rewards, which go to PromptGroup.outcomes.
         """
         self.counts |= state["counts"]
-        end = cursor + self.per_step * (self._last(step) + 1 - step)
+        last = last_step(step, self.max_staleness, self.sync_every, self.steps)
+        end = cursor + self.per_step * (last + 1 - step)
         rows = [row for row in state["groups"] if cursor <= row[0] < end]
         self.counts["admitted_groups"] -= len([row for row in state["groups"] if row[0] >= end])
         prompts, self._end = self._draw(cursor, len(rows)) if rows else ([], cursor)

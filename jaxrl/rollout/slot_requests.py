@@ -19,17 +19,19 @@ class Sample:
     key: tuple    # identity of its prompt, of the images there, and of the adapter that reads it
     bucket: int   # index of its prompt length class
     limit: int    # completion tokens it may have
+    parts: list   # (tokens, logprobs, kept, support, routes, versions) of each chunk; the first of none
     slot: int = -1
     weights: int = -1  # number of weight syncs before its prompt was put into the slot
     continued: bool = False  # its prompt is a conversation already in the slot, not a copy of a prefilled one
     produced: int = 0  # tokens sampled so far
-    parts: list = dataclasses.field(default_factory=list)  # (tokens, logprobs, kept, support, routes, versions) each
     # [P - 1, W] int16, experts of its prompt's tokens but the last
     known: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int16))
 
-    def column(self, i: int, dtype) -> np.ndarray:
-        """Returns entry i of all parts as one array of this dtype; empty if nothing was sampled."""
-        return np.concatenate([p[i] for p in self.parts]).astype(dtype) if self.parts else np.zeros(0, dtype)
+
+def nothing_sampled(support: int, routes: int) -> tuple[np.ndarray, ...]:
+    """Returns a part of `Sample.parts` without tokens. support, routes: ids of each token in its arrays."""
+    return (np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32),
+            np.zeros((0, support), np.int32), np.zeros((0, routes), np.int16), np.zeros(0, np.int32))
 
 
 class Parked(NamedTuple):

@@ -131,16 +131,19 @@ class Telemetry:
             try:
                 self._lines.write(step, values)
             except OSError as e:
-                if "metrics.jsonl" not in self._failed:
-                    self._failed.add("metrics.jsonl")
-                    log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no "
-                              "checkpoint counts before they are on disk", step, self._lines.path, e.strerror)
+                self._line_refused(step, self._lines.path, e)
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
         for warning in () if self._silent or self._health.over else self._health.check(step, values):
             log.warning(warning)
         return values
+
+    def _line_refused(self, step: int, path: Path, error: OSError) -> None:
+        if "metrics.jsonl" not in self._failed:
+            self._failed.add("metrics.jsonl")
+            log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no "
+                      "checkpoint counts before they are on disk", step, path, error.strerror)
 
     def rollouts(self, step: int, records: list[dict]) -> None:
         """Writes rollouts/step_<step>.jsonl atomically, unless log.rollouts is off; now and then shows some as text.

@@ -47,7 +47,8 @@ def pack(
         return out
 
     routes, columns = columns.get("routes"), {name: c for name, c in columns.items() if name != "routes"}
-
+    kinds = {name: np.int32 if c.dtype.kind == "i" else c.dtype if c.dtype.name == "bfloat16" else dtype
+             for name, c in columns.items()}
     packed = dict(zip(("positions", "segments", "prefixes"), packed, strict=True), tokens=traj.tokens[token])
     if "adapter" in traj.columns:
         packed["adapters"] = traj.columns["adapter"][token]
@@ -55,7 +56,7 @@ def pack(
     return PackedBatch(
         **{name: filled(row, at, values) for name, values in packed.items()},
         **{name: filled(loss_row, slot, values) for name, values in loss.items()},
-        columns={name: filled(loss_row, slot, c[loss_token], _kind(c, dtype)) for name, c in columns.items()},
+        columns={name: filled(loss_row, slot, c[loss_token], kinds[name]) for name, c in columns.items()},
         weights={name: filled(loss_row, slot, w[loss_token], dtype) for name, w in weights.items()},
         routes=None if routes is None else filled(row, at, routes[token], np.int16, -1),
         images=traj.pictures and _images(traj, traj.pictures, micro, row, at, token, packed["positions"]),
@@ -90,12 +91,6 @@ def _images(traj: Trajectories, pictures: Pictures, micro: Microbatch, row, at, 
     if pictures.features is not None:
         return feature_rows(places, out, micro.patches // pictures.merge**2)
     return image_rows(places, out, micro.patches, pictures.merge, pictures.width, pictures.window)
-
-
-def _kind(column, dtype):
-    if column.dtype.kind == "i":
-        return np.int32
-    return column.dtype if column.dtype.name == "bfloat16" else dtype
 
 
 def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T: np.ndarray) -> None:
@@ -165,13 +160,18 @@ def _positions(traj: Trajectories, micro: Microbatch):
     first = (np.cumsum(counts) - counts)[loss_row]  # number of the first loss token of the same row
     number, slot = np.cumsum(np.diff(sequence, prepend=-1) != 0), np.arange(len(first)) - first
     if micro.ranks > 1:
-        work = np.zeros((len(micro.rows), micro.row_length), np.int64)
-        work[row, at] = ranks.count_keys(position, True, micro.windows)
-        index = ranks.assign_tokens(work, micro.ranks)
-        at, source = index[row, at], index[loss_row, source]
-        slot = ranks.slots(slot, counts[loss_row], micro.row_length, micro.ranks)
+        at, source, slot = _cut(micro, row, at, position, loss_row, source, slot, counts[loss_row])
     return ((row, at, token, position, segment, prefix),
             (loss_row, slot, token[in_loss], source, number - number[first] + 1))
+
+
+def _cut(micro: Microbatch, row, at, position, loss_row, source, slot, count):
+    """Returns (at, source, slot) of `_positions` in rows that are cut into parts. count: loss tokens of each one's row.
+    """
+    work = np.zeros((len(micro.rows), micro.row_length), np.int64)
+    work[row, at] = ranks.count_keys(position, True, micro.windows)
+    index = ranks.assign_tokens(work, micro.ranks)
+    return index[row, at], index[loss_row, source], ranks.slots(slot, count, micro.row_length, micro.ranks)
 
 
 def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, chunk=0, dropped=None, keep=None,

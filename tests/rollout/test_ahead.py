@@ -184,8 +184,9 @@ def test_late_answers_end_the_wait_and_strangers_are_refused():
 
 
 def test_the_last_step_that_may_be_asked_for():
-    assert [last_step(s, 0, 1) for s in range(3)] == [0, 1, 2]
-    assert [last_step(s, 2, 1) for s in range(3)] == [2, 3, 4]
-    assert [last_step(s, 0, 4) for s in range(6)] == [3, 3, 3, 3, 7, 7]
-    assert [last_step(s, 1, 2) for s in range(4)] == [3, 3, 5, 5]
+    assert [last_step(s, 0, 1, 100) for s in range(3)] == [0, 1, 2]
+    assert [last_step(s, 2, 1, 100) for s in range(3)] == [2, 3, 4]
+    assert [last_step(s, 2, 1, 4) for s in range(3)] == [2, 3, 3]
+    assert [last_step(s, 0, 4, 100) for s in range(6)] == [3, 3, 3, 3, 7, 7]
+    assert [last_step(s, 1, 2, 100) for s in range(4)] == [3, 3, 5, 5]
     assert staleness(7, np.array([4, 3, 0]), 4).tolist() == [0, 1, 1]
