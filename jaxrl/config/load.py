@@ -144,8 +144,8 @@ def _coerce(name: str, value, opt: Option):
 def find_config(spec: str) -> tuple[Path, str | None]:
     """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'); without ':' the second is None.
 
-    Bare names are looked up among the shipped configs. Raises ConfigError, with the nearest name, if there is no such
-    file.
+    A name that is no file here is looked up among the shipped configs, a path by its last part. Raises ConfigError,
+    with the nearest name, if there is no such file.
     """
     name, _, arg = spec.partition(":")
     stem = name if name.endswith(".py") else name + ".py"
@@ -304,7 +304,8 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
 def parse_value(dotted: str, text: str):
     """Reads the text of a flag as the type the option has; free tables take Python literals, else text.
 
-    Lists are written a,b or as a Python literal. Raises ConfigError for an unknown option and for other text.
+    Lists are written a,b or as a Python literal; None (none, null) is None where that is the default; {} for a group
+    of options is {}. Raises ConfigError for an unknown option and for other text.
     """
     opt = options().get(dotted)
     if opt is None:
@@ -410,7 +411,11 @@ def redacted(cfg) -> dict:
 
 
 def redacted_tree(node, prose: bool = False) -> Any:
-    """Returns plain data, nested as it is, without secrets: see `redacted`, and `redacted_text` for prose."""
+    """Returns plain data, nested as it is, without secrets.
+
+    In tables values under secret-looking names are hidden, in lists the entry after a flag of such a name (--api-key),
+    and in any text what `redacted_text` finds (prose: see there). None, "" and booleans stay.
+    """
 
     def hidden(node):
         if isinstance(node, dict):

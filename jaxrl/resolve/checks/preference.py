@@ -17,7 +17,8 @@ def learns(cfg) -> bool:
 
 
 def preference(cfg) -> list[str]:
-    """Returns the problems of everything below `preference`, and of other groups with it."""
+    """Returns the problems of everything below `preference`, and of other groups with it; unknown losses alone, if
+    there are any. [] for jobs that do not learn from preferences."""
     p, out = cfg.preference, []
     if not learns(cfg):
         return []
