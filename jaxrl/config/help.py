@@ -162,7 +162,7 @@ def option_lines(shown: Mapping[str, Option]) -> str:
 
 
 def joined(clauses: list[str]) -> str:
-    """Returns clauses of a condition as one, brackets around those that are alternatives."""
+    """Returns clauses of a condition joined by `and`; if there are several, alternatives (`or`) stand in brackets."""
     alone = len(clauses) == 1
     return " and ".join(c if alone or " or " not in c else f"({c})" for c in clauses)
 

@@ -95,8 +95,9 @@ def get(cfg, dotted: str):
 def put(cfg, dotted: str, value) -> None:
     """Sets a dotted option; {} for a table of options sets all of them to their defaults.
 
-    A text for a list is split at commas, an int for a float converted. Raises ConfigError for an unknown name, naming
-    the nearest known one, and for a value of another type. Choices and bounds are checked later, by resolve.checks.
+    A text for a list is split at commas (entries stay text), an int for a float converted. Raises ConfigError for an
+    unknown name, naming the nearest known one, and for a value of another type. Choices, bounds, the entries of lists
+    and what a free table holds are not checked here (see resolve.checks).
     """
     if value == {} and (below := _below(dotted)):
         for name in below:
@@ -225,10 +226,11 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
 
 
 def config_of(config) -> Config:
-    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of
-    the defaults, or None.
+    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of the defaults, or
+    None (the defaults).
 
-    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types and unknown options.
+    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types, for what `put` refuses,
+    and for a name as load_config does.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))
@@ -435,7 +437,7 @@ def redacted_tree(node, prose: bool = False) -> Any:
 
 
 def flat(table: dict, prefix: str = "") -> dict:
-    """Returns dotted name -> value of nested dicts; empty dicts are values."""
+    """Returns dotted name -> value of nested dicts; empty dicts are values. prefix: text before each name."""
     out = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:

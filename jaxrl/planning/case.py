@@ -66,7 +66,7 @@ class Case:
 
     @property
     def resting(self) -> set[str]:
-        """Roles that leave the device between their uses."""
+        """Roles that leave the device between their uses: of rest=host or none, and the sampler if it is colocated."""
         c = self.config
         found = {role for role, given in c.mesh.roles.items() if given.get("rest") in ("host", "none")}
         return found | ({"sampler"} if c.rollout.placement == "colocated" else set())
@@ -202,7 +202,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
 
 
 def alone(config) -> bool:
-    """Returns whether the trainer is planned without its engine."""
+    """Returns whether the trainer is planned without its engine (plan.part=training)."""
     return config.plan.part == "training"
 
 
@@ -227,8 +227,8 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """Returns the model for counting: `attention` and `recurrence` are what `auto` picks on the target. (Programs use
-    the config's.)"""
+    """Returns the model for counting: `attention` and `recurrence` of `auto` become the target's kernel if it serves
+    the model; else, and on CPUs, they stay. (Programs use the config's.)"""
     if target.kind == "cpu":
         return model
     found = {"attention": _attention_runs, "recurrence": _recurrence_runs}

@@ -64,8 +64,8 @@ class Spec(Options):
       asked: the config as it was given, with the recipe's defaults; checkpoints keep it.
       options: all options as decided.
       recipe: the registry's row of run.recipe.
-      origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo",
-        "default of rl", "cpu", "model", "engine".
+      origins: dotted name -> who decided it, where it was not the config or the schema's default, such as "preset
+        grpo", "default of rl", "cpu", "model", "engine".
       platform: that it was resolved for; None = what depends on it is still "auto" or 0.
     """
 
@@ -166,7 +166,8 @@ ADAPTERS_LR = 10  # adapters learn at so many times the rate of full training (L
 
 
 def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
-    """Decides every option that is left open. The config is neither changed nor checked (see checks).
+    """Returns the Spec with every option decided that a config leaves open. The config is neither changed nor checked
+    (see checks), but an unknown preset or recipe raises KeyError, and a recipe's import path what its import raises.
 
     Args:
       config: a ConfigDict, or a Spec, whose config is decided again.

@@ -593,8 +593,8 @@ def engine_options(m: Migration):
 
 
 def routes(m: Migration):
-    """Sets algorithm.routes=sampled if both keys are on and the strategy is megatron; a prefix cache that is off is
-    then left on, with a note."""
+    """Sets algorithm.routes=sampled with moe_enable_routing_replay, enable_return_routed_experts and the strategy
+    megatron, all three; a prefix cache that is off is then left on, with a note."""
     keys = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"
     if m.text("trainer.strategy") == "megatron" and all(map(m.flag, keys)):
         common.sampled_experts(m, *keys)

@@ -37,7 +37,7 @@ def batch(m: Migration):
 
 def length_of_run(m: Migration):
     """Sets train.steps from num_steps, else data.epochs (with data.drop_last=False) from num_epochs; max_training_steps
-    bounds train.steps in both. Notes that a schedule which falls over epochs falls over all updates here."""
+    bounds train.steps in both. With neither number of steps it notes that a schedule falls over all updates here."""
     steps, most = m.integer("num_steps"), m.integer("max_training_steps")
     epochs = m.integer("num_epochs")
     if steps:
@@ -105,8 +105,8 @@ def data(m: Migration):
 
 
 def evaluation(m: Migration):
-    """Switches evaluation off: jaxrl measures no loss of held-out rows, and the report says so if the source has such a
-    set."""
+    """Switches evaluation off (eval.every_steps=0, before and after False). Held-out sets are not carried over: jaxrl
+    measures no loss of their rows."""
     sets = [key for key in ("eval_datasets", "eval_dataset_name", "eval_pretokenized_dataset_paths") if m[key]]
     m.set("eval.every_steps", 0, "eval_interval")
     if sets:

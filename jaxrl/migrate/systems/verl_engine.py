@@ -30,7 +30,7 @@ SIZES = tuple(ACTOR + table + name for table, axes in LAYOUTS.values() for name 
 
 
 def since(m: Migration, version: str) -> bool:
-    """Returns whether the source is of this version of verl or later. Raises ValueError if the table has no such."""
+    """Returns whether the source is of this version of verl or later. Raises ValueError if the table lacks it."""
     return m.table.versions.index(m.version) >= m.table.versions.index(version)
 
 

@@ -17,8 +17,9 @@ AHEAD = re.compile(r"fully_async\w*|one_step_off\w*")  # programs that sample wh
 
 
 def batch(m: Migration):
-    """Sets data.prompts_per_step, rollout.group_size, algorithm.ppo_epochs and num_minibatches, and the critic's own
-    with gae. Refuses mini-batches that do not divide the prompts; other passes of the critic are not carried over."""
+    """Sets data.prompts_per_step, rollout.group_size, algorithm.ppo_epochs and num_minibatches, critic.num_minibatches
+    for gae; nothing for a program that samples ahead and has no batch size. Refuses mini-batches that do not divide the
+    prompts. Notes an unset rollout.n (one completion); another number of passes of the critic is not carried over."""
     prompts, mini = m.integer(DATA + "train_batch_size"), m.integer(ACTOR + "ppo_mini_batch_size")
     epochs, group = m.integer(ACTOR + "ppo_epochs"), m.integer(ROLLOUT + "n")
     if not prompts and (m.all("async_training.**") or AHEAD.search(m.command)):

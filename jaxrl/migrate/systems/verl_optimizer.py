@@ -59,8 +59,8 @@ def learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
 
     They are betas, schedule, warm-up, decay, floor, eps and name. rate: the learning rate; warmup_start and floor are
     fractions of it. verl's schedules count steps, jaxrl's optimizer steps: numbers are multiplied by those of a step.
-    An unknown schedule or optimizer is recorded as not carried over, and constant or AdamW. Raises Unreadable for a
-    first or last learning rate above `rate`.
+    An unknown schedule or optimizer is recorded as not carried over, and becomes constant or AdamW. Raises Unreadable
+    for a first or last learning rate above `rate`.
     """
     per, engine = common.updates(m), backend(m)
     mega = engine in MEGATRON

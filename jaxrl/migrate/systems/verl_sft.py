@@ -28,8 +28,7 @@ DIFFERS = ("weight decay spares norms, biases and other vectors; verl's does not
 def trainer(gpus: int, *more: Key | Joint) -> tuple:
     """Returns the rules that both trainers have, after those in `more`.
 
-    gpus: default of GPUs per node. Only whether it is above 1, the first trainer, counts: data.val_files then has a
-    default.
+    gpus: default of GPUs per node, 8 of the first trainer, 1 of the other; above 1 data.val_files has a default.
     """
     return (
         *more,

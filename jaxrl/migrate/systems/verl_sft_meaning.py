@@ -160,8 +160,8 @@ def layout(m: Migration):
 def optimizer(m: Migration):
     """Sets optimizer.lr, max_grad_norm, betas, schedule and warm-up.
 
-    The first trainer has the schedules cosine and wsd (with a cosine's decay): another one is not carried over, and
-    cosine. For the other trainer see verl_optimizer.learning.
+    The first trainer has the schedules cosine and wsd (with a cosine's decay): another one is not carried over and
+    becomes cosine. For the other trainer see verl_optimizer.learning.
     """
     o = "optim."
     rate = m.number(o + "lr")

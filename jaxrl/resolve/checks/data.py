@@ -46,7 +46,8 @@ def conversations(cfg) -> list[str]:
 
 
 def curricula(cfg) -> list[str]:
-    """Returns the problems of data.difficulty, difficulty_window, pass_rate_min and pass_rate_max."""
+    """Returns the problem of data.pass_rate_min and pass_rate_max, alone or beside data.workers or a window, else that
+    of data.difficulty_window, as a list; [] without one."""
     d = cfg.data
     thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
     if (d.pass_rate_min, d.pass_rate_max) != (0, 1):

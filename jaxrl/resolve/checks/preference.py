@@ -12,7 +12,7 @@ THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_
 
 
 def learns(cfg) -> bool:
-    """Returns whether the job learns from preferences by their losses."""
+    """Returns whether the recipe has pairs and a reference, as `preference`, and unlike `reward_model`."""
     return recipe_of(cfg).pairs and "reference" in recipe_of(cfg).roles
 
 

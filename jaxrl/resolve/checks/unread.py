@@ -77,7 +77,7 @@ def terms(needs: str) -> list[list[Term]]:
 
 
 def is_set(option: Option, value) -> bool:
-    """Returns whether an option's value is not its default."""
+    """Returns whether an option's value is not its default; of a table, whether it has entries."""
     if option.default is None or isinstance(option.default, dict):
         return value is not None if option.default is None else bool(value)
     return (tuple(value) if isinstance(option.default, tuple) else value) != option.default
