@@ -38,7 +38,8 @@ from jaxrl.training import optimizer
 def check(cfg) -> None:
     """Checks a config without touching a device. Raises ConfigError that lists the problems: field, value, remedy.
 
-    If single values are wrong (kind, choices, import paths, which are executed) it lists these alone, else all others.
+    If single values are wrong (choices, entries of lists, numbers that are not finite, import paths, which are
+    executed) it lists these alone, else all others.
     The modes that compute recorded steps again need no engine, rewards or sandbox: they are not checked.
     """
     problems = _types(cfg)

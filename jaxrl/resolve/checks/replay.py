@@ -61,7 +61,7 @@ def use_recorded_folder(config) -> None:
 
 
 def forks(cfg) -> list[str]:
-    """Returns every problem of fork.run; [] for modes other than train and recipes that cannot be replayed."""
+    """Returns every problem of fork.run; [] without it, for other modes than train, and for recipes without replay."""
     run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
     out, where = [], f"fork.run={fork.run!r}"
     if not fork.run or "replay" not in recipe.modes or run.mode != "train":  # it may be a fork's, for something else
