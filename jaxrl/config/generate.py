@@ -67,6 +67,8 @@ def kind_of(dotted: str, option: Option) -> str:
 def classes(name: str, tree: dict, prefix: str) -> list[str]:
     """Returns the source of a group's class, after those of the groups in it.
 
+    Options whose names are keywords of Python are left out.
+
     Args:
       name: of the class. tree: option's name -> Option, or the tree of a group.
       prefix: of the dotted names in it, such as "algorithm.".

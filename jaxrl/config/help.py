@@ -43,8 +43,8 @@ groups:
 
 
 def requested(argv: list[str]) -> str | None:
-    """Returns the topic of `--help`, `--help=TOPIC`, `--help TOPIC`; "" for the overview, None without
-    a request for help.
+    """Returns the topic of `--help` (or `-h`), `--help=TOPIC`, `--help TOPIC`; "" for the overview, "all" for
+    `--helpfull`, None without a request for help.
     """
     for i, arg in enumerate(argv):
         name, _, topic = arg.partition("=")
@@ -58,7 +58,8 @@ def page(topic: str, command: str, metrics: str) -> str:
     """Returns the text of a topic: "" (overview), all, metrics, a group (rollout, rollout.vllm), an option, the last
     part of an option's name, a key of another system, or a word of names and meanings.
 
-    metrics: the table of metrics. Raises ConfigError for another topic.
+    command: jaxrl's command, for the line of usage. metrics: the text of the table of metrics. Raises ConfigError for
+    another topic.
     """
     topic = topic.removeprefix("--").removeprefix("config.")
     usage = USAGE.format(command=command, shipped=_wrapped(", ".join(shipped_configs()), "  "))
@@ -117,7 +118,8 @@ def conditions(group: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Returns the conditions without which the options of a group are read by nothing.
 
     They are (conditions of most options of the group -> the options that are without, option -> its further
-    conditions), each a clause of Option.needs or `run.recipe=a|b` of Option.read_by.
+    conditions), each a clause of Option.needs or `run.recipe=a|b` of Option.read_by. Most: more than half of the
+    options, and all but at most MOST_WITHOUT.
     """
     clauses = {}
     for name, option in options().items():
@@ -136,7 +138,11 @@ MOST_WITHOUT_TITLES = 15  # options in a list that needs no headings
 
 
 def option_lines(shown: Mapping[str, Option]) -> str:
-    """Returns lines for options, with default, choices, meaning and conditions."""
+    """Returns the text of options, a paragraph each: default, choices, meaning, and the conditions that are not those
+    of most options of its group (`conditions`). Headings stand between more than MOST_WITHOUT_TITLES options.
+
+    shown: dotted name -> Option.
+    """
     lines: list[str] = []
     titles = headings() if len(shown) > MOST_WITHOUT_TITLES else {}
     further = {name: clauses for group in SCHEMA for name, clauses in conditions(group)[1].items()}
@@ -156,7 +162,7 @@ def option_lines(shown: Mapping[str, Option]) -> str:
 
 
 def joined(clauses: list[str]) -> str:
-    """Returns clauses of a condition as one, brackets around those that are alternatives."""
+    """Returns clauses of a condition joined by `and`; if there are several, alternatives (`or`) stand in brackets."""
     alone = len(clauses) == 1
     return " and ".join(c if alone or " or " not in c else f"({c})" for c in clauses)
 

@@ -11,8 +11,11 @@ def episodes(config) -> bool:
 
 
 def longest_completion(config, new_tokens: int = 0) -> int:
-    """Returns the most tokens after a prompt: of a turn (rollout.max_new_tokens, or `new_tokens`), or of all turns of
-    an episode and the observations between them, the images in these counted apart.
+    """Returns the most tokens after a prompt: of a turn (rollout.max_new_tokens, or `new_tokens` if it is not 0), or of
+    all turns of an episode and the observations between them.
+
+    In an episode env.max_sampled_tokens bounds the tokens of the turns, if set, and env.image_tokens are added once for
+    the images of all observations.
     """
     turn, env = new_tokens or config.rollout.max_new_tokens, config.env
     if not episodes(config):
@@ -34,7 +37,8 @@ def longest_sequence(config, new_tokens: int = 0) -> int:
 
 
 def made_of(config) -> str:
-    """Returns the options that determine `longest_sequence`, with their values."""
+    """Returns the options that determine `longest_sequence` with their values, as a sum in text; the slot of a score
+    and `new_tokens` are left out."""
     env, name = config.env, "train.max_sequence_tokens"
     if config.train.max_sequence_tokens:
         return f"{name}={config.train.max_sequence_tokens}"
@@ -51,8 +55,9 @@ def made_of(config) -> str:
 
 
 def longest_prompt(config) -> int:
-    """Returns the most tokens before those that a request samples: the prompt, or in an episode everything
-    before its last turn.
+    """Returns the most tokens before those that a request samples: data.max_prompt_tokens, or in an episode of several
+    turns everything before its last one: one token less than the longest sequence (that of evaluation, if longer), at
+    most env.max_input_tokens if set, at least the prompt.
     """
     if not episodes(config) or config.env.max_turns == 1:
         return config.data.max_prompt_tokens

@@ -95,8 +95,9 @@ def get(cfg, dotted: str):
 def put(cfg, dotted: str, value) -> None:
     """Sets a dotted option; {} for a table of options sets all of them to their defaults.
 
-    A text for a list is split at commas, an int for a float converted. Raises ConfigError for an unknown name, naming
-    the nearest known one, and for a value of another type. Choices and bounds are checked later, by resolve.checks.
+    A text for a list is split at commas (entries stay text), an int for a float converted. Raises ConfigError for an
+    unknown name, naming the nearest known one, and for a value of another type. Choices, bounds, the entries of lists
+    and what a free table holds are not checked here (see resolve.checks).
     """
     if value == {} and (below := _below(dotted)):
         for name in below:
@@ -144,8 +145,8 @@ def _coerce(name: str, value, opt: Option):
 def find_config(spec: str) -> tuple[Path, str | None]:
     """Converts 'configs/grpo.py:tiny' or 'grpo:tiny' to (path, 'tiny'); without ':' the second is None.
 
-    Bare names are looked up among the shipped configs. Raises ConfigError, with the nearest name, if there is no such
-    file.
+    A name that is no file here is looked up among the shipped configs, a path by its last part. Raises ConfigError,
+    with the nearest name, if there is no such file.
     """
     name, _, arg = spec.partition(":")
     stem = name if name.endswith(".py") else name + ".py"
@@ -225,10 +226,11 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
 
 
 def config_of(config) -> Config:
-    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of
-    the defaults, or None.
+    """Returns an editable config from a ConfigDict, the name of a config, options by name on top of the defaults, or
+    None (the defaults).
 
-    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types and unknown options.
+    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types, for what `put` refuses,
+    and for a name as load_config does.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))
@@ -304,7 +306,8 @@ def parse_flags(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
 def parse_value(dotted: str, text: str):
     """Reads the text of a flag as the type the option has; free tables take Python literals, else text.
 
-    Lists are written a,b or as a Python literal. Raises ConfigError for an unknown option and for other text.
+    Lists are written a,b or as a Python literal; None (none, null) is None where that is the default; {} for a group
+    of options is {}. Raises ConfigError for an unknown option and for other text.
     """
     opt = options().get(dotted)
     if opt is None:
@@ -410,7 +413,11 @@ def redacted(cfg) -> dict:
 
 
 def redacted_tree(node, prose: bool = False) -> Any:
-    """Returns plain data, nested as it is, without secrets: see `redacted`, and `redacted_text` for prose."""
+    """Returns plain data, nested as it is, without secrets.
+
+    In tables values under secret-looking names are hidden, in lists the entry after a flag of such a name (--api-key),
+    and in any text what `redacted_text` finds (prose: see there). None, "" and booleans stay.
+    """
 
     def hidden(node):
         if isinstance(node, dict):
@@ -430,7 +437,7 @@ def redacted_tree(node, prose: bool = False) -> Any:
 
 
 def flat(table: dict, prefix: str = "") -> dict:
-    """Returns dotted name -> value of nested dicts; empty dicts are values."""
+    """Returns dotted name -> value of nested dicts; empty dicts are values. prefix: text before each name."""
     out = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:

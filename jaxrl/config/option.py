@@ -34,8 +34,12 @@ class Option(NamedTuple):
 
 
 def shared(tree: dict[str, Any], needs: str = "", read_by: tuple[str, ...] = (), but: Collection[str] = ()) -> dict:
-    """Returns a group with a condition before those of its options, except for the options `but`, and with `read_by`
-    where an option has none."""
+    """Returns a copy of a group in which the condition `needs` stands before every option's own, and options without a
+    `read_by` have this one.
+
+    tree: option's name -> Option, or the tree of a group in it. but: options of the group itself, not of groups in it,
+    that do not get the condition.
+    """
     out = {}
     for name, node in tree.items():
         if isinstance(node, Option):
@@ -49,8 +53,9 @@ def shared(tree: dict[str, Any], needs: str = "", read_by: tuple[str, ...] = (),
 class Rows(Collection):
     """The names of the rows of tables `module:TABLE`, as choices.
 
-    Names come from the source of the modules, whose import may take seconds (jax); a name that was registered in an
-    imported table is among them, too.
+    Names come from the source of the modules, whose import may take seconds (jax). `in` also finds a name that was
+    registered later in an imported table; iteration and length have the source's alone. Raises LookupError at first use
+    for a table that the module's source does not assign.
     """
 
     def __init__(self, *tables: str):
@@ -106,7 +111,8 @@ def no_effect(name: str, value, without: str, remedy: str) -> str:
 
 
 def not_chosen(option: Option, value) -> str:
-    """Returns the problem of a value, or of the entries of a list, that must be among the choices; "" = none."""
+    """Returns the problem of a value, or of the entries of a list, that must be among the choices; "" = none. With
+    option.or_path any text with a colon is allowed, too."""
     values = value if isinstance(option.default, tuple) else (value,)
     if not option.choices or all(v in option.choices or option.or_path and ":" in str(v) for v in values):
         return ""

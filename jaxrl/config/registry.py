@@ -15,7 +15,7 @@ from jaxrl.config.user_code import imported
 
 
 class Recipe(NamedTuple):
-    """One kind of job."""
+    """One kind of job: a row of RECIPES, or the object that run.recipe=./my_file.py:NAME names."""
 
     run: str | Callable      # run(spec, given), or the module that has it
     lr: float                # optimizer.lr where nobody sets it
@@ -50,7 +50,8 @@ BUILT_IN = frozenset(RECIPES)  # without those that a program adds
 
 
 def recipe_of(config) -> Recipe:
-    """Returns the registry entry of a config's run.recipe; for an import path, raises what its import raises."""
+    """Returns the registry entry of a config's run.recipe. Raises KeyError for an unknown name; for an import path what
+    its import raises."""
     name = config.run.recipe
     return imported(name) if ":" in name else RECIPES[name]
 
@@ -63,7 +64,10 @@ def from_rows(config) -> bool:
 
 
 def sequences(config) -> int:
-    """Returns the number of sequences of a step: completions for jobs that sample, else rows (a pair counts once)."""
+    """Returns the number of sequences of a step: completions for jobs that sample, else rows (a pair counts once).
+
+    Of a job that samples for a part of its prompts (distill.on_policy), the completions of these and the other rows.
+    """
     recipe, size = recipe_of(config), config.data.prompts_per_step
     if not recipe.samples:
         return size

@@ -11,8 +11,9 @@ DEFAULT_STEPS = 100  # of a run that nothing else ends
 def ends(cfg, passes: int | None = None) -> dict[str, int]:
     """Returns what may end a run -> after how many steps; the first one ends it.
 
-    Keys are train.steps, data.epochs (`passes`: steps of all passes, if the rows are known) and train.max_samples, as
-    far as set; train.steps with its default if none is.
+    Keys are train.steps, data.epochs (`passes`: steps of all passes; None: the rows are not known, and it is left out)
+    and train.max_samples (divided by the sequences of a step, rounded up), as far as set; train.steps with its default
+    if none is set. {} if data.epochs alone is set and `passes` is None.
     """
     out = {"train.steps": cfg.train.steps} if cfg.train.steps else {}
     if cfg.data.epochs and passes is not None:
@@ -23,8 +24,8 @@ def ends(cfg, passes: int | None = None) -> dict[str, int]:
 
 
 def end(cfg, passes: int | None = None) -> tuple[int, str]:
-    """Returns (steps of the run, the option that ends it and its origin), as far as they are known
-    before the first step.
+    """Returns (steps of the run, the option that ends it and its origin: "train.steps=50 (config)"), as far as they are
+    known before the first step.
 
     passes: steps of all data.epochs, if the rows are known; without them data.epochs alone counts as DEFAULT_STEPS.
     """

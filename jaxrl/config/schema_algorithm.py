@@ -10,12 +10,15 @@ SEVERAL_UPDATES = "algorithm.num_minibatches>1 or algorithm.ppo_epochs>1"
 
 
 def UpdateOption(*args, **more) -> O:
-    """Declares an option that any loss of sampled tokens reads, distillation's too."""
+    """Returns an Option that any loss of sampled tokens reads: that of rl or distill. Arguments are those of Option."""
     return O(*args, **{"read_by": ("rl", "distill"), **more})
 
 
 def LossOption(*args, needs: str = "", **more) -> O:
-    """Declares an option of the policy gradient, which distillation reads with the loss `sampled`."""
+    """Returns an Option of the policy gradient, which distillation reads with the loss `sampled`.
+
+    needs: a further condition. The other arguments are those of Option.
+    """
     return UpdateOption(*args, needs=" and ".join(filter(None, ("run.recipe=rl or distill.loss=sampled", needs))), **more)
 
 

@@ -59,7 +59,7 @@ def not_yet(name: str) -> str | None:
 
 def unknown_option(dotted: str) -> str:
     """Returns the message for an option that does not exist: the option that a key of this name in another system
-    stands for, what jaxrl lacks, or the nearest names by leaf and by whole path.
+    stands for, what jaxrl lacks, or the nearest names by leaf and by whole path. For a group of options it says so.
     """
     if dotted in SCHEMA:
         return f"{dotted} is a group of options; jaxrl train --help={dotted} lists them"
@@ -76,7 +76,7 @@ def unknown_option(dotted: str) -> str:
 
 
 def suggestions(dotted: str) -> list[str]:
-    """Returns at most three options for a name that does not exist, the nearest first."""
+    """Returns at most three options for a name that does not exist, the nearest first; [] if none is near."""
     rows, names, leaf = _rows(dotted), list(options()), _leaf(dotted)
     whole, theirs = [row for row in rows if row.whole and row.options], [row.options[0] for row in rows if row.options]
 

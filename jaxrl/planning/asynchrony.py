@@ -85,7 +85,7 @@ class Engine(protocol.Engine):
         return protocol.EngineInfo(concurrent=self.beside, holds=True)
 
     def abort(self, ids=None) -> None:
-        """Drops all requests."""
+        """Drops all requests, whichever `ids` names."""
         self._waiting.clear()
         self._running.clear()
 
@@ -102,7 +102,8 @@ class Engine(protocol.Engine):
         self._waiting.extend(requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Advances the time until a request is done, by at most deadline_s seconds; returns the results."""
+        """Advances the time until a request is done, by at most deadline_s seconds, and not at all if none is being
+        computed. Returns the results, whose tokens and log-probs are empty."""
         self._work(self.now + deadline_s, until_done=True)
         done, self._done = self._done, []
         return done
@@ -119,7 +120,7 @@ class Engine(protocol.Engine):
         self._held = on
 
     def publish(self, params, version: int) -> None:
-        """Advances the time by that of a weight sync; requests go on under the new version."""
+        """Advances the time by that of a weight sync; requests go on under the new version. params: not read."""
         self.now += self.speeds.publish
         self._version = version
 
@@ -216,7 +217,7 @@ class RecordedRun:
     """Measurements of a recorded run.
 
     Attributes:
-      lengths: tokens of the completions of each step.
+      lengths: tokens of the completions of each step, an integer array [completions] each.
       seconds: [steps] of each step without evaluation, checkpoints, exports.
       speeds: fitted to these. per_step: prompts of a step. group_size: completions of a prompt.
     """

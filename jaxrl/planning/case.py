@@ -66,7 +66,7 @@ class Case:
 
     @property
     def resting(self) -> set[str]:
-        """Roles that leave the device between their uses."""
+        """Roles that leave the device between their uses: of rest=host or none, and the sampler if it is colocated."""
         c = self.config
         found = {role for role, given in c.mesh.roles.items() if given.get("rest") in ("host", "none")}
         return found | ({"sampler"} if c.rollout.placement == "colocated" else set())
@@ -110,9 +110,9 @@ class Case:
 def open_case(config) -> Case:
     """Builds the case of a config.
 
-    With run.warm_start the model is that run's; adapters are left out, and the full training is planned. Raises
-    ConfigError for an impossible target, model or mesh, and for plan.image_tokens that the model or a prompt cannot
-    have.
+    With run.warm_start the model is that run's; with lora.rank adapters are left out, and the full training is planned.
+    The config is not changed. Raises ConfigError for an impossible target, model or mesh, for a model that the engine
+    does not serve, and for plan.image_tokens that the model or a prompt cannot have.
     """
     targets.parse(config.plan.target)
     config, adapters = _with_warm_start(config), config.lora.rank > 0
@@ -165,13 +165,17 @@ def _check_squares(config, hf_config: dict) -> None:
 
 
 def case_of(config, hf_config: dict, model=None) -> Case:
-    """Returns the case of a config whose model description is read.
+    """Returns the case of a config whose model description is read. The config is not changed.
+
+    A policy with devices or processes of its own, and no mesh of its own, gets all of the target.
 
     Args:
-      model: the model, if a run has built it.
+      hf_config: the model's description; not read for what `model` brings.
+      model: the model, if a run has built it; None = built here.
 
     Raises ConfigError for roles with their own devices: a plan has every role on the policy's, and only policy and
-    sampler may rest, or roles be streamed (mesh.roles).
+    sampler may rest, or roles be streamed (mesh.roles); for an impossible target, and a mesh that the target or the
+    model cannot have.
     """
     target = targets.parse(config.plan.target)
     if set(config.mesh.roles.get("policy", ())) - {"rest"} in ({"devices"}, {"processes"}, {"devices", "processes"}):
@@ -198,7 +202,7 @@ def case_of(config, hf_config: dict, model=None) -> Case:
 
 
 def alone(config) -> bool:
-    """Returns whether the trainer is planned without its engine."""
+    """Returns whether the trainer is planned without its engine (plan.part=training)."""
     return config.plan.part == "training"
 
 
@@ -223,8 +227,8 @@ def _with_warm_start(config):
 
 
 def with_kernels(model, target):
-    """Returns the model for counting: `attention` and `recurrence` are what `auto` picks on the target. (Programs use
-    the config's.)"""
+    """Returns the model for counting: `attention` and `recurrence` of `auto` become the target's kernel if it serves
+    the model; else, and on CPUs, they stay. (Programs use the config's.)"""
     if target.kind == "cpu":
         return model
     found = {"attention": _attention_runs, "recurrence": _recurrence_runs}

@@ -23,8 +23,11 @@ class PlanComparison:
     """Puts the median seconds of each phase and the highest device memory next to `plan.predict`.
 
     Predictions are upper bounds at maximum lengths, with counted temporaries; nothing is compiled for
-    them. On CPUs only memory is predicted, and nothing if devices are missing in the table of chips or
-    roles have their own devices.
+    them. On CPUs only memory is predicted, and nothing with adapters, with mesh.roles, on devices missing in the table
+    of chips, or if the prediction fails.
+
+    Args:
+      config: the run's Spec. job: its Job. step: completed steps at the start.
     """
 
     def __init__(self, config, job, step: int):

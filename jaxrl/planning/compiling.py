@@ -42,9 +42,9 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
       target: targets.Target; for `tpu` it has a topology.
       mesh, rollout_mesh: axis sizes; None = no embedded sampler.
       wanted: names of programs; None = all.
-      fast: on TPUs, compile at the least effort: a quarter of the time, and temporaries up to 12 % off.
+      fast: compile at the least effort; on TPUs a quarter of the time, and temporaries up to 12 % off. Not for gpu.
 
-    Raises ConfigError where libtpu is missing.
+    Raises ConfigError for `tpu` if libtpu is missing.
     """
     if platform == "tpu" and not has_libtpu():
         raise ConfigError(f"plan.target={target}: compiling for a TPU needs its compiler; pip install libtpu (extra "
@@ -72,12 +72,18 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
 def finish(started, what: str, limit: float) -> dict:
     """Waits for a compilation and returns its result:
 
-    {"programs": {name: {"arguments", "outputs", "alias", "temporaries" (bytes per device), "flops", "seconds",
-    "collectives"}}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on CPUs they
-    are also arguments}, "rematerialised": warnings of the partitioner, "seconds"}.
+    {"platform", "programs": {name: {"arguments", "outputs", "alias", "temporaries", "host_temporaries" (bytes per
+    device), "flops", "seconds", and for CPU devices "collectives"}, or {"too_large": the compiler's message} for a
+    program that does not fit}, "live": {name: bytes per device}, "host": {name: a device's bytes in host memory; on
+    CPUs they are also arguments}, "rematerialised": number of the partitioner's warnings, "seconds"}.
+
+    The subprocess is killed, and its folder removed, in any case.
+
+    Args:
+      started: of `start`. what: devices compiled for, for messages. limit: seconds since the start.
 
     Raises:
-      ConfigError: after `limit` seconds, or with the compiler's message if it fails.
+      ConfigError: after `limit` seconds, with the compiler's last message if it fails, or the subprocess's own.
     """
     process, folder, since = started
     with folder:
@@ -115,7 +121,8 @@ def has_libtpu() -> bool:
 
 
 def main(job_file: str, result_file: str) -> None:
-    """Compiles the job of the command line and writes the result, or {"problem"} for a ConfigError."""
+    """Compiles the job in a JSON file and writes the result to another, or {"problem": text} for a ConfigError; other
+    errors propagate. Changes the working directory to that of the caller of `start`."""
     job, out = json.loads(Path(job_file).read_text("utf-8")), Path(result_file).absolute()
     os.chdir(job["cwd"])  # where ./file.py of the config is
     since = time.monotonic()

@@ -57,7 +57,8 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
     """Returns the largest microbatch, group, slot count and completion that fit, all else unchanged.
 
     They are {"tokens_per_microbatch", "max_new_tokens", "group_size", "slots"}; completions in steps of 64 tokens,
-    slots of all devices together. None for an option that does not decide memory, 0 if not even the smallest fits.
+    slots of all devices together. None for an option that does not decide memory, 0 if not even the smallest fits. The
+    search ends at 4096 times the row length, 4096 slots per data shard and groups of 256.
 
     Args:
       peak: config -> bytes on a device.
@@ -93,8 +94,9 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
     """Yields changes in order of preference: first those that cost time, then those that cost samples.
 
     A change maps options, as `with_options` takes them, to values. Order: vLLM's share of memory, recomputation,
-    experts over more devices, smaller microbatches, the optimizer in host memory, fsdp for dp, fewer slots, tp, cp,
-    shorter completions. From fsdp on, each comes with recomputation and the smallest microbatches.
+    experts over more devices, smaller microbatches, the optimizer in host memory, several of these, fsdp for dp, fewer
+    slots, tp, cp, shorter completions. After the first two, each comes with recomputation; from the optimizer on with
+    the smallest microbatches; from tp on, if the embedded sampler is planned, with 8 slots.
 
     Args:
       mesh: axis sizes. per_host: devices of a host. kind: cpu, gpu or tpu.

@@ -142,10 +142,12 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
     """Returns the bytes of the live parts of a job on one device, by name, from the parameter table alone.
 
     Frozen parameters count as trained ones; of parts in host memory, those too small for it are ignored. Gradients are
-    fp32; moments have train.param_dtype.
+    fp32; moments have train.param_dtype, two of them for an optimizer that is not in MOMENTS.
 
     Args:
+      mesh: axis sizes.
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
+      tree_size: not read.
     """
     size = SIZES[config.train.param_dtype]
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)

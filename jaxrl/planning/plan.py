@@ -62,7 +62,9 @@ def make(config, search: bool = True) -> dict:
 
     Besides the entries of `times` it has "target", "mesh", "rollout_mesh", "parameters" (a number), "basis" (how each
     figure was found, as text), "fits" and "reason", "per_device" (bytes: the peak, its parts, peaks by program and
-    phase), "collectives" by program, and "run" (steps and hours). On GPUs also "error": bounds of peak and step.
+    phase), "collectives" by program, "rematerialised" (arrays gathered whole), "run" (steps and hours),
+    "compile_seconds" and "seconds" (of the plan); where they apply "active_parameters", "recurrences", "not_planned"
+    and "asynchrony"; on GPUs "error" (bounds of peak and step) and "cross_check".
 
     search: adds "largest", the largest sizes that fit, and "advice". Raises ConfigError for an impossible target, model
     or mesh, and if compiling for CPU or TPU devices fails or takes longer than plan.timeout_seconds.
@@ -319,9 +321,8 @@ def _totals(case: Case, phases: dict) -> dict:
 
 
 def lent_memory(case: Case) -> tuple[float, float, float] | None:
-    """Returns the bytes that vLLM's server takes of the trainer's devices in turns: (awake,
-    asleep, weights in transit).
-    """
+    """Returns the bytes that vLLM's server takes of one of the trainer's devices in turns: (awake, asleep, weights in
+    transit); None if it has devices of its own, or there is none."""
     if not case.lent:
         return None
     chunk = max(case.config.rollout.vllm.chunk_mb * 1e6, memory.layer_weights(case.model) * 4)
@@ -481,9 +482,9 @@ def predict(config, mesh, model) -> dict[str, float]:
     """Predicts {"peak_bytes", "step_seconds", "mfu", "<phase>_seconds"} for a run's mesh and model, by counting alone.
 
     Bytes are those of one device; everything is at maximum lengths, without communication. Nothing is compiled. {} on
-    devices missing in the table of chips, if roles have their own devices, and with adapters.
+    devices missing in the table of chips, with any entry in mesh.roles, and with adapters.
 
-    mesh: jax Mesh of present devices. model: jaxrl.models.Model.
+    mesh: jax Mesh of present devices. model: jaxrl.models.Model. Raises ConfigError for a job that cannot be planned.
     """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)

@@ -42,14 +42,16 @@ class Lowering:
 
 
 def lower(config, hf_config: dict, mesh, rollout_mesh, wanted=None) -> Lowering:
-    """Lowers the programs of a job.
+    """Returns the Lowering of a job: its programs at their largest shapes, and what it keeps on devices.
 
     Args:
       config: nothing in it is left to the platform (see spec.resolve).
       hf_config: the model's description.
       mesh: jax Mesh of the training programs.
       rollout_mesh: jax Mesh of the embedded sampler (one process's devices); None = no sampler.
-      wanted: names of programs to lower; None = all.
+      wanted: names of programs to lower; None = all. What is kept is complete in any case.
+
+    Raises what setup.open_job raises, ConfigError for a mesh that cannot split the model.
     """
     out = Lowering()
     keep = lambda name: wanted is None or name in wanted  # noqa: E731
@@ -165,9 +167,9 @@ class Lowered(Programs):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=sharding), tree)
 
     def run(self, key, function, args, donate=(), out_shardings=None, mesh=None):
-        """Lowers the program instead of running it. Returns ShapeDtypeStructs with the shardings of `out_shardings`.
+        """Lowers the program, if `keep` holds for its kind (key[0]), instead of running it.
 
-        `mesh` is not used: the caller's is in force.
+        Returns ShapeDtypeStructs with the shardings of `out_shardings`. `mesh` is not used: the caller's is in force.
         """
         del mesh  # in force already
         if self.keep(key[0]):

@@ -8,7 +8,7 @@ MEANING = {"vllm": "vLLM's part", "publish": "rollout copy", "kv_cache": "KV cac
 
 
 def table(plan: dict) -> str:
-    """Returns the plan's text, about forty lines."""
+    """Returns the text of a plan, about forty lines, without the simulation of running ahead. plan: of plan.make."""
     d = plan["per_device"]
     active = f" ({plan['active_parameters'] / 1e9:.2f} B for one token)" if "active_parameters" in plan else ""
     lines = [f"plan for {plan['target']}: mesh " + " x ".join(f"{a}={n}" for a, n in plan["mesh"].items())
@@ -76,7 +76,7 @@ def gib(n: float) -> str:
 
 
 def size(n: float) -> str:
-    """Returns a number of bytes as text of equal width, in the largest of GiB, MiB, KiB that fits."""
+    """Returns a number of bytes as text in the largest of GiB, MiB, KiB and B that fits, the number 8 columns wide."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= step:
             return f"{n / step:8.2f} {unit}"

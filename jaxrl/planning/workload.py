@@ -98,7 +98,8 @@ def weight_bytes(model, mesh: dict, rules: dict, itemsize: int, experts: bool = 
 
 
 def lengths(config) -> tuple[int, int]:
-    """Returns (longest prompt, longest completion) in tokens that fit one sequence together."""
+    """Returns (longest prompt, longest completion) in tokens that fit one sequence together. The completion has at most
+    rollout.max_new_tokens, in an episode of several turns, too."""
     total = config.longest
     prompt = min(config.data.max_prompt_tokens, total - 1)
     return prompt, min(config.rollout.max_new_tokens, total - prompt)
@@ -166,9 +167,8 @@ def rows(config, shards: int, tokens: int = 0, model=None) -> Rows:
 
 
 def passes(model) -> int:
-    """Returns the forward passes that one microbatch costs, the backward pass counting as two: 4 with full
-    recomputation, else 3.
-    """
+    """Returns the forward passes that one microbatch costs, the backward pass counting as two: 4 where layers are
+    computed again (model.remat of full and offload), else 3."""
     return 4 if model.remat in ("full", "offload") else 3
 
 
@@ -186,7 +186,8 @@ def useful_flops(config, model) -> float:
     padding or masked pairs.
 
     The backward pass counts twice. With several passes over a batch (algorithm.ppo_epochs) each counts. Prompts count
-    once for each group if they are shared; the head counts for the loss tokens alone.
+    once for each group if they are shared; the head counts for the loss tokens alone. Images count as their prompts do,
+    or, where the tower's features are kept, once per prompt of the step and only forward.
     """
     prompt, answer = lengths(config)
     rl, sequences = config.recipe.samples, config.data.prompts_per_step * config.completions

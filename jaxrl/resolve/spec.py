@@ -64,8 +64,8 @@ class Spec(Options):
       asked: the config as it was given, with the recipe's defaults; checkpoints keep it.
       options: all options as decided.
       recipe: the registry's row of run.recipe.
-      origins: dotted name -> who decided it, where it was not the config or the schema's default: "preset grpo",
-        "default of rl", "cpu", "model", "engine".
+      origins: dotted name -> who decided it, where it was not the config or the schema's default, such as "preset
+        grpo", "default of rl", "cpu", "model", "engine".
       platform: that it was resolved for; None = what depends on it is still "auto" or 0.
     """
 
@@ -140,8 +140,8 @@ class Spec(Options):
         return bool(self.algorithm.kl.coef) and self.algorithm.kl.placement == "reward"
 
     def row(self) -> dict[str, tuple]:
-        """Returns the options below `algorithm` that presets set -> (value, "config" or "preset <name>"), for printing.
-        """
+        """Returns the options below `algorithm` that presets set -> (value, origin: "config", "preset <name>"
+        or "advantage <name>"), for printing."""
         return algorithm_row(self.asked)
 
     def chosen(self) -> dict:
@@ -166,13 +166,15 @@ ADAPTERS_LR = 10  # adapters learn at so many times the rate of full training (L
 
 
 def resolve(config, platform: Platform | None = None, hf_config: dict | None = None, engine: str = "") -> Spec:
-    """Decides every option that is left open. The config is not changed.
+    """Returns the Spec with every option decided that a config leaves open. The config is neither changed nor checked
+    (see checks), but an unknown preset or recipe raises KeyError, and a recipe's import path what its import raises.
 
     Args:
       config: a ConfigDict, or a Spec, whose config is decided again.
       platform: where it runs; None: what depends on it stays "auto" or 0.
-      hf_config: the model's description; None: recomputation and scanning of layers stay "auto".
-      engine: what rollout.engine=auto is; "" = found out on this machine.
+      hf_config: the model's description; None: recomputation and scanning of layers stay "auto". Not read without a
+        platform.
+      engine: what rollout.engine=auto is; "" = a Spec's engine, or found out on this machine.
     """
     asked = editable(config.asked if isinstance(config, Spec) else config)
     recipe, origins = recipe_of(asked), dict(config.origins) if isinstance(config, Spec) else {}
@@ -264,8 +266,8 @@ def _of_model(c, platform: Platform, hf_config: dict, decide) -> None:
 def serves_apart(c, hf_config: dict) -> bool:
     """Returns whether vLLM servers that jaxrl starts would serve the adapters of a config apart from their base.
 
-    False for models, ranks and options of `lora` with which the merged weights are sent instead. hf_config: the model's
-    description.
+    False for models, ranks, options of `lora` and rollout.partial, with which the merged weights are sent instead, and
+    for rollout.servers and engines without servers of the run's own. hf_config: the model's description.
     """
     family = FAMILIES.get(hf_config.get("model_type", ""))
     if family is not None and family.merged_only:
@@ -289,7 +291,8 @@ def _parameters(hf_config: dict) -> int:
 
 
 def algorithm_row(config) -> dict[str, tuple]:
-    """Returns the options below `algorithm` that presets set -> (value, "config" or "preset <name>")."""
+    """Returns the options below `algorithm` that presets set, short name -> (value, origin): "config", "preset <name>",
+    or "advantage <name>" for what the kind of advantage implies. Raises KeyError for an unknown preset."""
     preset = config.algorithm.preset
     return resolve_preset(preset, {name: get(config.algorithm, name) for name in PRESETS[preset]})
 

@@ -39,7 +39,11 @@ WITH_MEGATRON = {"trainer.strategy": "megatron"}
 
 
 def state_on_host(mega: str, strategy: str) -> Joint:
-    """Returns the rule of Megatron's optimizer on the host, by the table of its options and the key of the backend."""
+    """Returns the rule that sets optimizer.offload=True if Megatron's optimizer_cpu_offload is on with an
+    optimizer_offload_fraction above 0.
+
+    mega: Megatron's table, with a dot. strategy: key of the backend; another one than megatron sets nothing.
+    """
     on, share = (f"{mega}optimizer_config_kwargs.optimizer_{n}" for n in ("cpu_offload", "offload_fraction"))
     return Joint("offloaded optimizer state", (
         K(on, "equivalent", default=False, other=True, beside={strategy: "megatron", share: 1.0}), K(share, "equivalent", default=0.0)),
@@ -47,7 +51,11 @@ def state_on_host(mega: str, strategy: str) -> Joint:
 
 
 def changes_training(policy: str) -> tuple[Key, ...]:
-    """Returns the rows of the backends' tables that change what is learnt, below the policy's table."""
+    """Returns the rows of Megatron's and FSDP's options that change what is learnt and that no option is set for.
+
+    They are reported as not carried over, or asked for (RoPE). policy: the policy's table, with a dot; "" in SFT. Only
+    below "trainer.policy." is the param_dtype of the reference and of the critic such a row, too.
+    """
     mega, router = policy + "megatron_config.", "set train.router_balance by hand: its scale is another"
     return (
         K(mega + "moe_aux_loss_coeff", "unsupported", fine=(0, 0.0), why=router, also=(mega + "transformer_config_kwargs.moe_aux_loss_coeff",)),

@@ -73,7 +73,8 @@ def staleness(m: Migration):
 
 
 def advantage(m: Migration):
-    """Translates SkyRL's advantage estimator with its normalisation, discount and critic options."""
+    """Sets algorithm.advantage, advantage_mean, advantage_std and whiten, gamma for reinforce++ and gae, lam and
+    critic.* for gae. Refuses estimators other than these, grpo, rloo and maxrl."""
     a = ALGO
     kind = m.choice(
         a + "advantage_estimator",
@@ -546,7 +547,8 @@ def length_penalty(m: Migration):
 
 
 def resume(m: Migration):
-    """Translates trainer.resume_mode; SkyRL's own checkpoints cannot be resumed."""
+    """Sets run.resume: never for none and "", else auto. For from_path it asks for an export, as SkyRL's checkpoints
+    are not read."""
     mode = m.text("trainer.resume_mode")
     if mode == "from_path":
         m.needs(
@@ -591,7 +593,8 @@ def engine_options(m: Migration):
 
 
 def routes(m: Migration):
-    """Sets the sampler's experts in the update: both keys turn it on, with Megatron alone."""
+    """Sets algorithm.routes=sampled with moe_enable_routing_replay, enable_return_routed_experts and the strategy
+    megatron, all three; a prefix cache that is off is then left on, with a note."""
     keys = MEGATRON + "moe_enable_routing_replay", ENGINE + "enable_return_routed_experts"
     if m.text("trainer.strategy") == "megatron" and all(map(m.flag, keys)):
         common.sampled_experts(m, *keys)

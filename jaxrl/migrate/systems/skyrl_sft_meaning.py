@@ -11,12 +11,18 @@ MESH = (*PLACE, *(MEGATRON + n for n in devices.MEGATRON.values()), "sequence_pa
 
 
 def lengths(m: Migration):
-    """Sets the longest sequence from max_length; longer rows are cut."""
+    """Sets train.max_sequence_tokens from max_length, the longest prompt and completion to one token less, and
+    data.overlong_completion=truncate. Without max_length it writes 8192 tokens and asks for the longest row. Raises
+    Unreadable below 2."""
     supervised.sequence(m, m.integer("max_length"), "max_length", cut="truncate")
 
 
 def batch(m: Migration):
-    """Sets the rows of a step, and the tokens per microbatch from SkyRL's packing or its micro-batch."""
+    """Sets data.prompts_per_step and train.tokens_per_microbatch. Raises Unreadable for fewer than 1 row.
+
+    With use_sequence_packing the tokens are max_tokens_per_microbatch, or max_length without it, and at least
+    train.max_sequence_tokens; else, or where both are null, micro_train_batch_size_per_gpu times the latter.
+    """
     supervised.rows(m, m.integer("batch_size"), "rows", "batch_size")
     packed = m.flag("use_sequence_packing")
     tokens = (m.integer("max_tokens_per_microbatch") or m.integer("max_length")) if packed else 0
@@ -30,7 +36,8 @@ def batch(m: Migration):
 
 
 def length_of_run(m: Migration):
-    """Sets train.steps or data.epochs: num_steps wins over num_epochs, and max_training_steps bounds both."""
+    """Sets train.steps from num_steps, else data.epochs (with data.drop_last=False) from num_epochs; max_training_steps
+    bounds train.steps in both. With neither number of steps it notes that a schedule falls over all updates here."""
     steps, most = m.integer("num_steps"), m.integer("max_training_steps")
     epochs = m.integer("num_epochs")
     if steps:
@@ -49,8 +56,12 @@ def length_of_run(m: Migration):
 
 
 def data(m: Migration):
-    """Sets the data sources with weights, splits, columns and the turns that are trained. Rows of token ids are
-    refused."""
+    """Sets data.path or data.sources with weights, splits and columns, data.train_turns and data.shuffle.
+
+    Refuses rows of token ids, and another number of splits than of data sets; asks for a column where rows are
+    Alpaca's; a sampler in Python is not carried over. Raises Unreadable for another number of weights, or another
+    train_on_what than last_assistant_message and all_assistant_messages.
+    """
     tokenised = m.list("pretokenized_dataset_paths")
     if tokenised:
         m.lacks(
@@ -94,8 +105,8 @@ def data(m: Migration):
 
 
 def evaluation(m: Migration):
-    """Switches evaluation off: jaxrl measures no loss of held-out rows, and the report says so if the source has such a
-    set."""
+    """Switches evaluation off (eval.every_steps=0, before and after False). Held-out sets are not carried over: jaxrl
+    measures no loss of their rows."""
     sets = [key for key in ("eval_datasets", "eval_dataset_name", "eval_pretokenized_dataset_paths") if m[key]]
     m.set("eval.every_steps", 0, "eval_interval")
     if sets:
@@ -106,7 +117,10 @@ def evaluation(m: Migration):
 
 
 def layout(m: Migration):
-    """Sets the mesh from nodes, GPUs, Megatron's or FSDP's sizes, and offloaded weights."""
+    """Sets mesh.* from the sizes of Megatron or FSDP, and mesh.roles.policy rest=streamed for FSDP's cpu_offload.
+
+    GPUs are --gpus, else nodes x GPUs per node. Raises Unreadable for another strategy than megatron, fsdp and fsdp2.
+    """
     nodes, per = (m.integer(key) for key in PLACE)
     m.gpus = m.gpus or nodes * per
     strategy = m.text("strategy")
@@ -122,7 +136,9 @@ def layout(m: Migration):
 
 
 def saving(m: Migration):
-    """Sets the run's folder, exports, checkpoints and resume. SkyRL's own checkpoints are not read."""
+    """Sets run.dir, checkpoint.every_steps, export_every_steps and keep, and run.resume: auto for resume_from=latest,
+    else never. Without ckpt_path there are no checkpoints. A path in resume_from is asked for as an export, as SkyRL's
+    checkpoints are not read."""
     if m.text("ckpt_path"):
         m.set("run.dir", m.text("ckpt_path").rstrip("/"), "ckpt_path")
     common.triggers(m, "checkpoint.export_every_steps", m.integer("hf_save_interval"), "hf_save_interval")
@@ -141,6 +157,6 @@ def saving(m: Migration):
 
 
 def loggers(m: Migration):
-    """Sets the loggers with project and run name."""
+    """Sets log.wandb with project and run name, and log.tensorboard=True. Other sinks are not carried over."""
     names = m.list("logger")
     common.loggers(m, "logger", names, m.text("project_name"), m.text("run_name"), "project_name", "run_name")

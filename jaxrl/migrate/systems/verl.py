@@ -1,4 +1,4 @@
-"""verl (PPO, GRPO and their kin; its supervised trainer is refused): what its keys mean here.
+"""verl (PPO, GRPO and their kin; verl_sft.py has its supervised trainers): what its keys mean here.
 
 Read from its code and generated configs at the tags v0.3.0, v0.4.1, v0.5.0, v0.6.1, v0.7.0, v0.8.0, v0.9.0. A batch is counted in
 prompts, and so are mini-batches; rollout.n is 1 unless it is set.
@@ -39,7 +39,8 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
     Args:
       o: the table's name, with a dot.
       beside: settings without which the table is not read, for the tests.
-      constant: first version in which Megatron's learning rate does not fall.
+      constant: first version after 0.3 in which Megatron's lr_decay_style is constant by default; between them it is
+        linear.
     """
     mega = {**beside, **MEGA}
     return (
@@ -66,8 +67,11 @@ def optimizer_keys(o: str, beside: dict, constant: str) -> tuple[Key, ...]:
 
 
 def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
-    """Returns the rows of Megatron's model options that change what is learnt. engine, others: names of engines'
-    tables, with a dot."""
+    """Returns the rows of Megatron's model options that change what is learnt: train.router_bias_rate is set, the loss
+    coefficients of routers and fp8 are reported as not carried over, RoPE's scaling is asked for.
+
+    engine: name of an engine's table, with a dot. others: tables whose options of these names mean the same.
+    """
     o = engine + "override_transformer_config."
 
     def also(*names):
@@ -89,8 +93,9 @@ def megatrons_own(engine: str, *others: str) -> tuple[Key | Joint, ...]:
 
 
 def overridden(model: str) -> tuple[Key, ...]:
-    """Returns the rows of entries that replace those of the model's config.json. model: name of the model's table, with
-    a dot."""
+    """Returns the rows of override_config, which replaces entries of config.json: max_position_embeddings is set in
+    model.config, attn_implementation has no effect here, the rest is asked for. model: the model's table, with a dot.
+    """
     config, positions, attention = model + "override_config.", "max_position_embeddings", "attn_implementation"
     return (
         K(config + positions, to=f"model.config.{positions}", other=32768, also=(config + "model_config." + positions,)),
@@ -99,8 +104,8 @@ def overridden(model: str) -> tuple[Key, ...]:
 
 
 def offloaded_state(o: str) -> Joint:
-    """Returns the rule of Megatron's optimizer on the host: where its state is stored, and where its numbers are
-    computed.
+    """Returns the rule that sets optimizer.offload=True if Megatron's optimizer_cpu_offload is on with an
+    optimizer_offload_fraction above 0.
 
     o: name of the optimizer's table, with a dot.
     """
@@ -112,7 +117,9 @@ def offloaded_state(o: str) -> Joint:
 
 
 def optimizer_rest(o: str) -> tuple[Key, ...]:
-    """Returns the rows of an optimizer's options that have a meaning each by itself. o: name of its table, with a dot.
+    """Returns the rows of an optimizer's options that set nothing: not carried over, without effect, or automatic here.
+
+    o: name of its table, with a dot.
     """
     return (
         K(o + "zero_indexed_step", "unsupported", fine=(True,), why="a schedule counts from 0"),

@@ -33,6 +33,12 @@ KEYS = (
 
 
 def distillation(m: Migration):
+    """Sets run.recipe=distill, teacher.path, teacher.dtype and distill.loss if distillation.enabled is on.
+
+    k1 with use_policy_gradient is the loss `sampled`, under the clipped loss with bounds of its own; forward_kl_topk
+    without it is `forward`, with distill.top_k and tail=False. Refuses other losses, task rewards and several teachers.
+    Asks for a teacher without a path. Removes the options of rewards that the rules before it set.
+    """
     if not m.flag(D + "enabled"):
         return
     mode, sampled = m.text(LOSS + "loss_mode"), m.flag(LOSS + "use_policy_gradient")

@@ -30,11 +30,13 @@ SIZES = tuple(ACTOR + table + name for table, axes in LAYOUTS.values() for name 
 
 
 def since(m: Migration, version: str) -> bool:
+    """Returns whether the source is of this version of verl or later. Raises ValueError if the table lacks it."""
     return m.table.versions.index(m.version) >= m.table.versions.index(version)
 
 
 def backend(m: Migration) -> str:
-    """The engine: by its own key, by the group of configs (from 0.8 on) or by the config that the command names."""
+    """Returns the training engine: `engine` of the supervised trainers; else actor.strategy if set, from 0.8 on
+    model_engine if it is not dp, the engine that --config-name has in its name, or fsdp."""
     if m.table.job:  # of the supervised trainer
         return m.text("engine")
     if m.given(SETTING):
@@ -46,6 +48,11 @@ def backend(m: Migration) -> str:
 
 
 def layout(m: Migration):
+    """Sets mesh.*, rollout.engine with its servers, and mesh.roles: where policy and reference are between uses.
+
+    GPUs are --gpus, else nnodes x n_gpus_per_node; sizes are those of the training engine (`backend`). Servers share
+    the GPUs with training. The sizes of an unknown engine, and a server over several hosts, are not carried over.
+    """
     nodes, per, kind = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node"), backend(m)
     m.gpus = m.gpus or nodes * per
     place, axes = LAYOUTS.get(kind, (FSDP, {}))
@@ -140,7 +147,11 @@ def _computes(m: Migration, role: str) -> tuple[str, str]:
 
 
 def dtypes(m: Migration):
-    """The trainer's, the reference's, the critic's and the reward model's."""
+    """Sets train.compute_dtype and, where the job has such a model, reference.dtype and reward.model.dtype.
+
+    A dtype that the training engine ignores counts as bfloat16. A critic in another dtype than the policy's is not
+    carried over.
+    """
     key, kind = _computes(m, ACTOR)
     m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key or ACTOR + FSDP + "mixed_precision.param_dtype")
     key, kind = _computes(m, REF)
@@ -157,13 +168,16 @@ CRITICS_DTYPE, REWARDS_DTYPE = "critic.model.fsdp_config.model_dtype", "reward_m
 
 
 def rank(m: Migration) -> str:
-    """The key of the adapters' rank: Megatron's engines have a table for them."""
+    """Returns the key of the adapters' rank: model.lora.rank for Megatron's engines from 0.7 on, else model.lora_rank.
+    """
     own = since(m, "0.7") and backend(m) in ("megatron", "mindspeed")
     return MODEL + ("lora.rank" if own else "lora_rank")
 
 
 def routes(m: Migration):
-    """Sets whose experts the update uses: R2 those of the scoring of old log-probs, R3 those of the sampler."""
+    """Sets algorithm.routes, whose experts the update uses: R2 those of the pass that scores old log-probs (with
+    old_logprobs=recompute), R3 those of the sampler. `disabled` sets nothing; R2 where old_logprobs=rollout, and other
+    modes, are not carried over."""
     key = ACTOR + "router_replay.mode"
     kind = m.choice(key, {"disabled": "own", "R2": "scored", "R3": "sampled", "": "own"})
     if not kind or kind == "own":

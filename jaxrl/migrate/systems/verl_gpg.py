@@ -23,8 +23,11 @@ def gpg(inputs):
 
 
 def advantage(m: Migration, name: str, std: str) -> None:
-    """Sets the advantage and writes its file. name: key of the estimator. std: key of the division by the deviation,
-    which GPG does not make."""
+    """Sets algorithm.advantage to the function `gpg` of a file NAME_advantage.py that it adds, and whiten=False.
+
+    name: key of the estimator. std: key of the division by the deviation, which GPG does not make: marked as without
+    effect if the source sets it.
+    """
     file = f"{m.name}_advantage.py"
     m.files[file] = GPG
     m.set("algorithm.advantage", f"./{file}:gpg", name)

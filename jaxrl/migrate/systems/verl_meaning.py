@@ -17,6 +17,9 @@ AHEAD = re.compile(r"fully_async\w*|one_step_off\w*")  # programs that sample wh
 
 
 def batch(m: Migration):
+    """Sets data.prompts_per_step, rollout.group_size, algorithm.ppo_epochs and num_minibatches, critic.num_minibatches
+    for gae; nothing for a program that samples ahead and has no batch size. Refuses mini-batches that do not divide the
+    prompts. Notes an unset rollout.n (one completion); another number of passes of the critic is not carried over."""
     prompts, mini = m.integer(DATA + "train_batch_size"), m.integer(ACTOR + "ppo_mini_batch_size")
     epochs, group = m.integer(ACTOR + "ppo_epochs"), m.integer(ROLLOUT + "n")
     if not prompts and (m.all("async_training.**") or AHEAD.search(m.command)):
@@ -54,6 +57,8 @@ ESTIMATORS = {
 
 
 def advantage(m: Migration):
+    """Sets algorithm.advantage, advantage_mean, advantage_std, whiten, gamma and lam from adv_estimator, and critic.*
+    for gae. gpg is a function in a file. A group of one has no mean and deviation. Refuses other estimators."""
     name = ALGO + "adv_estimator"
     if m.text(name) == "gpg" and since(m, "0.5"):
         verl_gpg.advantage(m, name, ALGO + "norm_adv_by_std_in_grpo")
@@ -111,6 +116,8 @@ LOSSES = {  # loss_mode -> (loss, ratio, aggregation that it has whatever loss_a
 
 
 def loss(m: Migration):
+    """Sets algorithm.policy_loss, ratio, dual_clip, the loss's bounds, and its aggregation: the loss's own, else that
+    of loss_agg_mode. clip_ratio counts for a bound that is null. Refuses a loss_mode that is not in LOSSES."""
     name, low, high = ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"
     mode = m.text(name)
     if mode not in LOSSES or mode == "dppo_tv" and not since(m, "0.8"):
@@ -239,6 +246,8 @@ KL = {
 
 
 def kl(m: Migration):
+    """Sets algorithm.kl.coef, estimator and placement, and entropy_coef. Refuses a KL in loss and reward at once, k1 in
+    the loss, and unknown estimators. An adaptive coefficient is not carried over: it is fixed."""
     in_loss, in_reward = m.flag(ACTOR + "use_kl_loss"), m.flag(ALGO + "use_kl_in_reward")
     coef, key = m.number(ACTOR + "kl_loss_coef"), ACTOR + "kl_loss_coef"
     kind = ACTOR + "kl_loss_type"
@@ -261,6 +270,8 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
+    """Sets algorithm.mismatch.correction, low and cap from rollout_is and its threshold, and with bypass_mode
+    old_logprobs=rollout instead. Refuses rollout_rs, unknown levels, and a bypass without the clipped loss."""
     level, reject, c = m[CORRECTION + "rollout_is"], m.text(CORRECTION + "rollout_rs"), CORRECTION
     key, given, icepop = c + "rollout_is", m[c + "rollout_is_threshold"], None
     if since(m, "0.8") and isinstance(given, str) and "_" in given:
@@ -575,7 +586,8 @@ def column(m: Migration):
 
 
 def later(m: Migration):
-    """Whether the program samples ahead."""
+    """Refuses programs that sample while they train (AHEAD) and, from 0.9 on with trainer.use_v1, a
+    trainer.v1.trainer_mode other than sync."""
     if other := AHEAD.search(m.command):
         m.lacks(MODEL + "path", f"{other[0]} samples while it trains: rollout.max_staleness is ours", refuse=True)
     mode = TRAINER + "v1.trainer_mode"

@@ -12,6 +12,10 @@ NAMES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}  # of torch; Megatron's
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.lr, max_grad_norm and what `learning` returns; for gae critic.optimizer.* where it differs.
+
+    Notes that verl's learning rate moves once per step if a step has several updates and the rate is not constant.
+    """
     o = ACTOR + "optim."
     rate = m.number(o + "lr")
     m.set("optimizer.lr", rate, o + "lr")
@@ -41,7 +45,8 @@ def optimizer(m: Migration):
 
 
 def clip_key(m: Migration, owner: str) -> str:
-    """Where a gradient's clip is: before 0.8 FSDP's workers read it beside the optimizer's table, Megatron's in it."""
+    """Returns the key of the gradient clip that verl reads: OWNER.grad_clip before 0.8 but for Megatron's engines, else
+    OWNER.optim.clip_grad. Marks the other one as without effect if the source sets it. owner: ACTOR or CRITIC."""
     plain, optim = owner + "grad_clip", owner + "optim.clip_grad"
     read, other = (optim, plain) if since(m, "0.8") or backend(m) in MEGATRON else (plain, optim)
     if m.given(other):
@@ -50,8 +55,13 @@ def clip_key(m: Migration, owner: str) -> str:
 
 
 def learning(m: Migration, o: str, rate: float) -> dict[str, tuple]:
-    """What the keys of an optimizer say of ours: option -> (value, keys). verl's schedules count its steps, ours
-    optimizer steps."""
+    """Returns what the keys of an optimizer's table `o` mean: option of `optimizer` -> (value, keys of the source).
+
+    They are betas, schedule, warm-up, decay, floor, eps and name. rate: the learning rate; warmup_start and floor are
+    fractions of it. verl's schedules count steps, jaxrl's optimizer steps: numbers are multiplied by those of a step.
+    An unknown schedule or optimizer is recorded as not carried over, and becomes constant or AdamW. Raises Unreadable
+    for a first or last learning rate above `rate`.
+    """
     per, engine = common.updates(m), backend(m)
     mega = engine in MEGATRON
     betas = m.list(o + "betas")
@@ -116,7 +126,10 @@ def _named(m: Migration, o: str, mega: bool, out: dict) -> dict[str, tuple]:
 
 
 def offloaded_state(m: Migration, override: str):
-    """Sets Megatron's optimizer on the host, all or a part of it: the same numbers, in another place."""
+    """Sets optimizer.offload=True if Megatron's optimizer is on the host, be it a part of it; here it is all of it.
+
+    override: the table of its options, with a dot. An offload fraction of 0 sets nothing.
+    """
     on, share = override + "optimizer_cpu_offload", override + "optimizer_offload_fraction"
     if m.flag(on) and m.number(share):
         m.set("optimizer.offload", True, on, share)

@@ -26,7 +26,10 @@ DIFFERS = ("weight decay spares norms, biases and other vectors; verl's does not
 
 
 def trainer(gpus: int, *more: Key | Joint) -> tuple:
-    """Returns the rules that both trainers have. gpus: default of GPUs per node."""
+    """Returns the rules that both trainers have, after those in `more`.
+
+    gpus: default of GPUs per node, 8 of the first trainer, 1 of the other; above 1 data.val_files has a default.
+    """
     return (
         *more,
         Joint("evaluation", (
@@ -69,10 +72,12 @@ def trainer(gpus: int, *more: Key | Joint) -> tuple:
 
 
 def places(prefix: str = "") -> tuple[Key, ...]:
+    """Returns the rows of nodes and of GPUs per node, which are 8 by default with a prefix (any text), else 1."""
     return (K(TRAINER + "nnodes", "equivalent", default=1), K(TRAINER + "n_gpus_per_node", "equivalent", default=8 if prefix else 1))
 
 
 def lora(*more: Key) -> tuple[Key, ...]:
+    """Returns the rows of adapters and of the chat template that both trainers have, before those in `more`."""
     return (
         K("model.lora_rank", "equivalent", default=0, other=16),
         K("model.lora_alpha", "equivalent", default=16, other=32, beside=LORA),

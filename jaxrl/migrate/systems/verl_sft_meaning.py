@@ -14,11 +14,17 @@ PLACE = (TRAINER + "nnodes", TRAINER + "n_gpus_per_node")
 
 
 def first(m: Migration) -> bool:
-    """Whether it is the trainer before the engines (fsdp_sft_trainer)."""
+    """Returns whether the job is of verl's first supervised trainer, fsdp_sft_trainer, which has no engines."""
     return m.table.job == "first_sft"
 
 
 def lengths(m: Migration):
+    """Sets train.max_sequence_tokens from data.max_length, the longest prompt and completion to one token less, and
+    data.overlong_completion: truncate where verl cuts on the right, else filter.
+
+    Without padding verl also cuts on the right for left and, in 0.6, error. Notes rows that are an error in verl; a cut
+    on the left is not carried over. Raises Unreadable for a bound below 2, or another truncation.
+    """
     kind = m.text(DATA + "truncation")
     unpadded = not first(m) and m.text(DATA + "pad_mode") == "no_padding"
     right = kind == "right" or unpadded and (kind == "left" or kind == "error" and m.version == "0.6")
@@ -33,6 +39,12 @@ def lengths(m: Migration):
 
 
 def batch(m: Migration):
+    """Sets data.prompts_per_step and train.tokens_per_microbatch. Raises Unreadable for fewer than 1 row.
+
+    With use_dynamic_bsz the tokens are max_token_len_per_gpu, at least one longest sequence; else longest sequences:
+    micro_batch_size_per_gpu of them, or the first trainer's micro_batch_size, if set, divided by the GPUs. Notes that
+    the first trainer's rows have other weights.
+    """
     supervised.rows(m, m.integer(DATA + "train_batch_size"), "rows", DATA + "train_batch_size")
     micro, longest = DATA + "micro_batch_size_per_gpu", m.options["train.max_sequence_tokens"][0]
     if not first(m) and m.flag(DATA + "use_dynamic_bsz"):
@@ -55,6 +67,11 @@ def batch(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.path, max_rows, columns of text and images, and variables of the chat template.
+
+    With messages data.train_turns is all. Refuses a data set class of the user's own. Asks for a column of its own
+    where the first trainer's prompt or response is a field inside a column.
+    """
     common.data_files(m, m.list(DATA + "train_files"), DATA + "train_files")
     rows = m.integer(DATA + "train_max_samples")
     m.set("data.max_rows", rows if rows and rows > 0 else 0, DATA + "train_max_samples")
@@ -88,6 +105,8 @@ def _prompt_and_response(m: Migration):
 
 
 def evaluation(m: Migration):
+    """Switches evaluation off. Validation files that the source sets are not carried over: jaxrl measures no loss of
+    held-out rows."""
     m.set("eval.every_steps", 0, TRAINER + "test_freq")
     if m.given(DATA + "val_files") and m.list(DATA + "val_files"):
         supervised.no_loss_of_held_out_rows(m, DATA + "val_files", TRAINER + "test_freq")
@@ -97,7 +116,8 @@ def evaluation(m: Migration):
 
 
 def gpus(m: Migration) -> int:
-    """GPUs: of torchrun's processes where the command has a number, else of the file, else of --gpus."""
+    """Returns the number of GPUs: torchrun's --nproc-per-node x --nnodes (1 without) if the command has the number,
+    else trainer.nnodes x n_gpus_per_node if the source sets one of them, else --gpus (0: unknown)."""
     if found := re.search(r"--nproc[-_]per[-_]node[= ](\d+)", m.command):
         nodes = re.search(r"--nnodes[= ](\d+)", m.command)
         return int(found[1]) * (int(nodes[1]) if nodes else 1)
@@ -107,6 +127,8 @@ def gpus(m: Migration) -> int:
 
 
 def layout(m: Migration):
+    """Sets mesh.* from the engine's sizes, and mesh.roles.policy: rest=streamed or host where parameters or optimizer
+    state are offloaded. The GPUs are those of `gpus`. The sizes of an unknown engine are not carried over."""
     m.gpus = gpus(m)
     if first(m):
         devices.mesh(
@@ -136,6 +158,11 @@ def layout(m: Migration):
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.lr, max_grad_norm, betas, schedule and warm-up.
+
+    The first trainer has the schedules cosine and wsd (with a cosine's decay): another one is not carried over and
+    becomes cosine. For the other trainer see verl_optimizer.learning.
+    """
     o = "optim."
     rate = m.number(o + "lr")
     m.set("optimizer.lr", rate, o + "lr")
@@ -160,6 +187,8 @@ def optimizer(m: Migration):
 
 
 def model(m: Migration):
+    """Sets model.path (or asks for it), lora.*, model.chat_template with its file, and train.param_dtype: the source's
+    if that is fp32 or bf16, else fp32."""
     supervised.model_path(m, "model.partial_pretrain" if first(m) else "model.path")
     rank = m.integer("model.lora_rank") or 0
     keys = ("model.lora_rank", "model.lora_alpha", "model.target_modules", "model.exclude_modules")
@@ -175,6 +204,8 @@ def model(m: Migration):
 
 
 def saving(m: Migration):
+    """Sets run.dir, checkpoint.every_steps (every_epochs=1 for after_each_epoch), checkpoint.keep and run.resume: never
+    for disable, else auto. For resume_path it asks for an exported folder, as verl's checkpoints are not read."""
     t = TRAINER
     if m.given(t + "default_local_dir"):
         m.set("run.dir", m.text(t + "default_local_dir").rstrip("/"), t + "default_local_dir")
@@ -196,6 +227,7 @@ def saving(m: Migration):
 
 
 def length_of_run(m: Migration):
+    """Sets data.epochs from total_epochs, and train.steps if total_training_steps is set."""
     steps = m.integer(TRAINER + "total_training_steps")
     m.set("data.epochs", m.integer(TRAINER + "total_epochs"), TRAINER + "total_epochs")
     if steps:

@@ -21,7 +21,12 @@ PARSERS = {"hermes": "hermes", "llama3_json": "llama", "mistral": "mistral", "qw
 
 
 def turns(m: Migration):
-    """Tools are a YAML of Python classes there: the episode that uses them is to be written."""
+    """Adds NAME_env.py, an episode to be written, if multi_turn.enable is on. Sets env.function, max_turns, parser and
+    max_parallel_calls, and train.max_sequence_tokens where a prompt and completion are less than all turns may have.
+
+    verl's tools are Python classes named in a YAML: they are quoted in the file, not carried over. An unknown format of
+    calls becomes env.parser=auto. Where the source sets keys of the table but not multi_turn.enable, it asks for that.
+    """
     if not m.flag(T + "enable"):
         bounds = [
             s.key

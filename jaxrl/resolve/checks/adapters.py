@@ -19,7 +19,8 @@ OWN = (*ROWS, *LORA_OWN, *ADAPTERS_OWN)
 
 
 def several_adapters(cfg) -> list[str]:
-    """Returns the problems of lora.adapters, and of options that do not work with it."""
+    """Returns the problems of lora.adapters: those of single adapters alone, if there are any; else those of sources
+    and held-out sets, which belong to one adapter each, and of options that do not work with several."""
     out = [p for name, options in cfg.lora.adapters.items() for p in _adapter(name, options)]
     return out or [*_rows(cfg, "sources", list(cfg.data.sources), "data.sources", "a source"),
                    *_rows(cfg, "eval", _held_out(cfg), "eval.sets", "a held-out set"), *_beside(cfg)]

@@ -21,14 +21,14 @@ from jaxrl.rollout.engines import CUSTOM_ENGINE, ENGINES, engine_row
 
 
 def resolved_algorithm(cfg) -> dict:
-    """Returns the options below `algorithm` that presets set, short name -> value: the preset's where the user set
-    none.
-    """
+    """Returns the options below `algorithm` that presets set, short name -> value: the user's, else what the kind of
+    advantage implies, else the preset's."""
     return {name: value for name, (value, _) in algorithm_row(cfg).items()}
 
 
 def algorithm(cfg) -> list[str]:
-    """Returns the problems of everything below `algorithm`, and of options that do not work with it."""
+    """Returns the problems of everything below `algorithm`, and of options that do not work with it; [] for jobs that
+    do not learn from rewards of samples."""
     if not recipe_of(cfg).samples or not recipe_of(cfg).judged:
         return []
     v, out, bound = resolved_algorithm(cfg), [], cfg.train.max_step_kl
@@ -72,7 +72,7 @@ def _of_sources(cfg, v):
 
 
 def of_samples(cfg, v) -> list[str]:
-    """Returns the problems of jobs that learn from samples without rewards.
+    """Returns the problems of jobs that learn from samples without rewards: minibatches, ratios, mismatch.
 
     v: options below `algorithm`, short name -> value, with the preset's values where the user set none.
     """

@@ -36,7 +36,12 @@ from jaxrl.training import optimizer
 
 
 def check(cfg) -> None:
-    """Checks a config without touching a device. Raises ConfigError listing every problem: field, value, remedy."""
+    """Checks a config without touching a device. Raises ConfigError that lists the problems: field, value, remedy.
+
+    If single values are wrong (choices, entries of lists, numbers that are not finite, import paths, which are
+    executed) it lists these alone, else all others.
+    The modes that compute recorded steps again need no engine, rewards or sandbox: they are not checked.
+    """
     problems = _types(cfg)
     if not problems:
         for rule in (_ranges, _unread, _mesh, _plan, _model, _data, _batch, _rollout, _ahead, _episodes, _engine,

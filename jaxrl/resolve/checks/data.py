@@ -18,7 +18,8 @@ RENDERED = ("system_prompt", "chat", "add_generation_prompt", "chat_template_kwa
 
 
 def sources(cfg) -> list[str]:
-    """Returns the problems of data.sources, data.exhausted and options that do not work with them."""
+    """Returns the problems of data.sources, data.exhausted and options that do not work with them; that all weights are
+    0 at some step only if there is no other. [] without data.sources."""
     d, out = cfg.data, []
     if not d.sources:
         return []
@@ -45,7 +46,8 @@ def conversations(cfg) -> list[str]:
 
 
 def curricula(cfg) -> list[str]:
-    """Returns the problems of data.difficulty, difficulty_window, pass_rate_min and pass_rate_max."""
+    """Returns the problem of data.pass_rate_min and pass_rate_max, alone or beside data.workers or a window, else that
+    of data.difficulty_window, as a list; [] without one."""
     d = cfg.data
     thresholds = f"data.pass_rate_min={d.pass_rate_min}, data.pass_rate_max={d.pass_rate_max}"
     if (d.pass_rate_min, d.pass_rate_max) != (0, 1):
@@ -103,7 +105,8 @@ def _source(cfg, name, source):
 def entry(name, opt, value):
     """Returns the problems of an entry of a source or an adapter that is an option: its kind, choices and bound.
 
-    name: of the entry, for the text. opt: the Option that the entry replaces.
+    Lists must be texts, or one text; their choices, and what a table holds, are not looked at. name: of the entry, for
+    the text. opt: the Option that the entry replaces.
     """
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value
@@ -148,7 +151,7 @@ def _weights(sources):
 
 
 def evaluation(cfg):
-    """Returns the problems of options below `eval`."""
+    """Returns the problems of eval.sets (form, names used twice), and of several completions at temperature 0."""
     out, seen = [], set()
     for entry in cfg.eval.sets:
         name, eq, path = entry.partition("=")

@@ -11,12 +11,12 @@ from jaxrl.resolve.checks.algorithm import of_samples, resolved_algorithm
 
 
 def teacher_kind(config) -> str:
-    """Returns the kind of the teacher: files, servers or local."""
+    """Returns "files" if teacher.files is set, else "servers" if teacher.servers is, else "local"."""
     return "files" if config.teacher.files else "servers" if config.teacher.servers else "local"
 
 
 def distillation(cfg) -> list[str]:
-    """Returns the problems of everything below `distill` and `teacher`."""
+    """Returns the problems of everything below `distill` and `teacher`; [] without a teacher and for run.mode=eval."""
     if "teacher" not in recipe_of(cfg).roles or cfg.run.mode == "eval":
         return []
     return [*_rows(cfg), *_teacher(cfg), *_algorithm(cfg)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def ray(cfg) -> list[str]:
-    """Returns the problems of the hosts of episode and reward workers."""
+    """Returns the problem of episode and reward workers in two Ray clusters, as a list; [] without one."""
     env, reward = cfg.env, cfg.reward
     if env.executor == reward.executor == "ray" and env.ray_address != reward.ray_address:
         return [f"env.ray_address={env.ray_address!r} and reward.ray_address={reward.ray_address!r}: a process is in "
@@ -13,7 +13,8 @@ def ray(cfg) -> list[str]:
 
 
 def elsewhere(cfg) -> list[str]:
-    """Returns the problems of the definition of an episode."""
+    """Returns the problems of an episode that is defined twice (env.function, program, tools, mcp), has options that it
+    does not take, or is OpenEnv's without servers."""
     e, out = cfg.env, []
     if e.function and (e.tools or e.mcp):
         out.append(f"env.function and env.{'tools' if e.tools else 'mcp'}: an episode function sends its own tools "

@@ -22,7 +22,7 @@ DROPS = ("sft",)  # recipes that neither sample nor compare with an earlier scor
 
 
 def lora(cfg) -> list[str]:
-    """Returns the problems of everything below `lora`; [] without adapters."""
+    """Returns the problems of everything below `lora`, and of options that do not work with it; [] without adapters."""
     if not lora_on(cfg):
         return []
     out = []

@@ -12,12 +12,13 @@ THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_
 
 
 def learns(cfg) -> bool:
-    """Returns whether the job learns from preferences by their losses."""
+    """Returns whether the recipe has pairs and a reference, as `preference`, and unlike `reward_model`."""
     return recipe_of(cfg).pairs and "reference" in recipe_of(cfg).roles
 
 
 def preference(cfg) -> list[str]:
-    """Returns the problems of everything below `preference`, and of other groups with it."""
+    """Returns the problems of everything below `preference`, and of other groups with it; unknown losses alone, if
+    there are any. [] for jobs that do not learn from preferences."""
     p, out = cfg.preference, []
     if not learns(cfg):
         return []

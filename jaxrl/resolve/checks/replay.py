@@ -36,8 +36,8 @@ def settings(text: str) -> list[tuple[str, object]]:
     """Parses "algorithm.clip_high=0.28,0.4;optimizer.lr=1e-6" -> [(option, value), ...], one for
     each value.
 
-    Raises ConfigError for an unknown option, one outside `algorithm` and `optimizer` or with a list as its value, one
-    whose change a resumed run refuses, and for a missing or wrong value.
+    Raises ConfigError for an unknown option, one outside `algorithm` and `optimizer` or with a list or table as its
+    value, one whose change a resumed run refuses, and for a missing or wrong value.
     """
     out = []
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -55,13 +55,13 @@ def settings(text: str) -> list[tuple[str, object]]:
 
 
 def use_recorded_folder(config) -> None:
-    """Sets run.dir to the recorded run's folder for jobs that compute recorded steps again."""
+    """Sets run.dir to replay.run, if set, for jobs that compute recorded steps again. The config is changed."""
     if config.run.mode in AGAIN and config.replay.run:
         config.run.dir = config.replay.run
 
 
 def forks(cfg) -> list[str]:
-    """Returns every problem of fork.run."""
+    """Returns every problem of fork.run; [] without it, for other modes than train, and for recipes without replay."""
     run, fork, recipe = cfg.run, cfg.fork, recipe_of(cfg)
     out, where = [], f"fork.run={fork.run!r}"
     if not fork.run or "replay" not in recipe.modes or run.mode != "train":  # it may be a fork's, for something else
@@ -76,7 +76,7 @@ def forks(cfg) -> list[str]:
 
 
 def replays(cfg) -> list[str]:
-    """Returns every problem of replays: field, value, remedy."""
+    """Returns every problem of replays, of forks and of certify.accept: field, value, remedy."""
     out = [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
            for name in cfg.certify.accept if name not in CLAIMS]
     out += forks(cfg)

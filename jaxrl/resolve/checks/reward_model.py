@@ -11,7 +11,7 @@ PART = "reward_model"  # the name that its score has among the rewards
 
 
 def reward_models(cfg) -> list[str]:
-    """Returns every problem of reward models: field, value, remedy."""
+    """Returns every problem of reward models, and of the names of score and value heads: field, value, remedy."""
     out = [f"{name}={value!r}: a module's name in HF's files, such as score" for name, value in
            (("reward.model.head", cfg.reward.model.head), ("reward_model.head", cfg.reward_model.head),
             ("critic.head", cfg.critic.head)) if not re.fullmatch(r"\w+(\.\w+)*", value)]

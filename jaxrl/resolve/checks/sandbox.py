@@ -7,7 +7,7 @@ import re
 
 
 def sandbox(cfg) -> list[str]:
-    """Returns the problems of everything below `sandbox`."""
+    """Returns the problems of everything below `sandbox`, and of a reward.timeout_seconds too short for `code`."""
     s, out = cfg.sandbox, []
     if s.backend == "remote" and not re.match(r"https?://[^/]", s.url):
         out.append(f"sandbox.url={s.url!r}: sandbox.backend=remote needs the service's address, http://... or "

@@ -20,7 +20,11 @@ BUILTIN_NAMES = tuple(registered_rewards())
 
 
 def services(cfg) -> list[str]:
-    """Returns every problem of reward services: field, value, remedy."""
+    """Returns the problems of reward services: field, value, remedy.
+
+    They are those of entries of reward.remotes and reward.judges alone, if there are any; else those of each service,
+    or that no reward function names it.
+    """
     out = [problem for kind, table in TABLES.items() for name, own in cfg.reward[table].items()
            for problem in _entry(kind, f"reward.{table}.{name}", name, own, cfg)]
     if out:

@@ -77,16 +77,15 @@ def terms(needs: str) -> list[list[Term]]:
 
 
 def is_set(option: Option, value) -> bool:
-    """Returns whether an option's value is not its default."""
+    """Returns whether an option's value is not its default; of a table, whether it has entries."""
     if option.default is None or isinstance(option.default, dict):
         return value is not None if option.default is None else bool(value)
     return (tuple(value) if isinstance(option.default, tuple) else value) != option.default
 
 
 def missing(option: Option, value_of: Callable) -> tuple[str, str] | None:
-    """Returns (the missing part of an option's condition, remedy), or None if it holds. value_of: value of
-    an option by name.
-    """
+    """Returns (what is missing of the first clause of an option's condition that does not hold, remedy), or None if all
+    hold. value_of: value of an option by name."""
     for clause in terms(option.needs):
         values = {term.name: value_of(term.name) for term in clause}
         if any(term.holds(values[term.name]) for term in clause):
@@ -107,6 +106,8 @@ def _short(value) -> str:
 
 def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) -> list[str]:
     """Returns a problem for every option that is set and that nothing would read.
+
+    Of a recipe of the user's own that does not learn from rewards of samples, no option with a `read_by` is a problem.
 
     Args:
       prefixes: of the options that are asked about; () = all but those of TABLES.
