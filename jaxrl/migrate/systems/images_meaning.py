@@ -142,8 +142,8 @@ def score(prompt, completion, answer=None, **columns):
 
 def areal(m: Migration, path: str) -> bool:
     """Sets the columns of AReaL's example data sets with images (PICTURES, by the end of `path`), their system prompt,
-    sizes of images and reward, a file beside the config, and notes what AReaL's loader changes. Returns whether `path`
-    is one of them; if not, sets nothing."""
+    of clevr_count_70k the largest image, and the reward, a file beside the config; notes what AReaL's loader changes.
+    Returns whether `path` is one of them; if not, sets nothing."""
     known = next((known for name, known in PICTURES.items() if path.rstrip("/").endswith(name)), None)
     if known is None:
         return False

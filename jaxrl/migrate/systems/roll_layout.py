@@ -104,9 +104,12 @@ def sizes(m: Migration) -> tuple[int, int, int, int]:
 
 
 def layout(m: Migration):
-    """Sets the mesh, the engine and the places of both from the device_mapping of actor_train and actor_infer, else
-    --gpus. They take turns where one is not set or they share devices, which is noted if they share some only;
-    otherwise each has its own, and jaxrl asks for servers if that needs more hosts than one."""
+    """Sets the mesh, the engine and the devices of both from the device_mapping of actor_train and actor_infer, else
+    --gpus.
+
+    Training and sampling take turns where either has no devices set or they share some, which is noted if they do not
+    share all. Otherwise each has its own, and jaxrl asks for servers if they need more hosts than one.
+    """
     train, infer = devices(m, TRAIN), devices(m, INFER)
     per, tp_sizes = m.integer("num_gpus_per_node"), sizes(m)
     used = set(train) | set(infer)
@@ -180,7 +183,8 @@ def reference_dtype(m: Migration):
 
 def packed_tokens(m: Migration, pass_: str) -> tuple[int, tuple[str, ...]]:
     """Returns the tokens of a micro-batch that Megatron packs by load, and their keys; (0, ()) where it does not, with
-    the keys marked. pass_: train or forward. Raises Unreadable if it packs by load and their number is not set."""
+    the keys marked inert or automatic. pass_: train or forward. Raises Unreadable if it packs by load and their number
+    is not set."""
     most, how = PACKING + f"max_packed_sequence_length_{pass_}", PACKING + "algorithm"
     on = m.flag(PACKS) and "megatron" in m.text(STRATEGY) and m.text(how) == "load_balance"
     if not on:

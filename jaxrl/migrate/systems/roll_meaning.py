@@ -31,9 +31,9 @@ def batch(m: Migration):
 
 
 def prompts_of_step(m: Migration, prompts: int, group: int, group_key: str, filled: bool = False):
-    """Sets data.prompts_per_step, rollout.group_size, algorithm.ppo_epochs and num_minibatches, of per-device sequences
-    x accumulation x data-parallel ranks; refuses what are no mini-batches of whole groups, asks for --gpus if there are
-    no devices. filled: whether the source copies sequences until they make one; noted where it does."""
+    """Sets data.prompts_per_step, rollout.group_size (group, by group_key), algorithm.ppo_epochs and num_minibatches,
+    of per-device sequences x accumulation x data-parallel ranks. Refuses those that are not whole groups; without
+    devices asks for --gpus. filled: whether the source copies sequences until they make one; noted where it does."""
     common.batch(m, prompts, group, ("rollout_batch_size",), group_key)
     epochs = m.integer("ppo_epochs")
     m.set("algorithm.ppo_epochs", epochs, "ppo_epochs")
@@ -145,7 +145,7 @@ def advantage(m: Migration):
 def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, tuple[str, ...]], group: int):
     """Sets the advantage (gae; returns with a KL in the reward or gamma not 1, else outcome), its gamma and lam, the
     norms, bounds and gae's critic. norms: {mean, std: none, group or batch}, in gae of rewards; keys: the source's of
-    each norm."""
+    each. group: completions of a prompt."""
     kind = "gae" if name == "gae" else "returns" if kl_in_reward(m) or m.number("gamma") != 1 else "outcome"
     m.set("algorithm.advantage", kind, "adv_estimator", "add_token_level_kl", "gamma")
     for option, value in norms.items():
@@ -166,7 +166,7 @@ def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, t
 
 
 def bounded(m: Migration, norms: dict[str, str], group: int):
-    """Sets algorithm.whiten, advantage_low, advantage_high, and reward.clip (inert or reported beside norms)."""
+    """Sets algorithm.whiten, advantage_low, _high and reward.clip (inert or reported beside norms; see normalised)."""
     m.set("algorithm.whiten", m.flag("whiten_advantages"), "whiten_advantages")
     clip = m.number("advantage_clip")
     if clip:
@@ -256,8 +256,8 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration, ratio_key: str = "importance_sampling"):
-    """Sets algorithm.policy_loss by pg_variant, its bounds, the ratio (ratio_key: its key), entropy_coef, and
-    aggregation by loss_agg_mode. Refuses another variant; reports other modes, ratios and topr's weights."""
+    """Sets algorithm.policy_loss by ActorPGWorker's pg_variant (else ppo), bounds, ratio (by ratio_key), entropy_coef,
+    and aggregation by loss_agg_mode. Refuses another variant; reports other modes, ratios and topr's weights."""
     kind = m.choice("loss_agg_mode", AGGREGATIONS)
     versions, dynamic = m.table.versions, TRAIN + "use_dynamic_batching_in_train"
     if kind == "token_mean" and versions.index(m.version) < versions.index("0.2.0"):

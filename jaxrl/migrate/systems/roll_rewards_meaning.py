@@ -132,7 +132,7 @@ def _file(m: Migration, workers: dict, tags: dict, kinds: dict) -> dict[str, str
 
 
 class Judge:
-    """The domain of one LLM judge, and where its options are written.
+    """Holds what the source says of one LLM judge, and where its options are written.
 
     Attributes:
       place: reward.judge or reward.judges.NAME. at: the domain's table, with a dot. found: its keys there -> values.
