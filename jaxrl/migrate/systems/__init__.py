@@ -11,7 +11,8 @@ SYSTEMS = ("areal", "cosmos_rl", "rlinf", "roll", "skyrl", "trl", "tunix", "verl
 
 
 def table_of(system: str) -> Table:
-    """The table of a system by its name, or of one of its other jobs (`trl/sft`). Raises Unreadable for another name."""
+    """Returns the table of a system (`trl`, `cosmos-rl`) or of one of its other jobs (`trl/sft`). Case does not count,
+    and hyphens are read as underscores. Raises Unreadable for an unknown system or job."""
     name, _, job = system.lower().replace("-", "_").partition("/")
     if name not in SYSTEMS:
         raise Unreadable(system, "", f"no such system; there are {', '.join(SYSTEMS)}")

@@ -22,6 +22,8 @@ LONG = {ACTOR + "overlong_reward_penalty": True, ACTOR + "overlong_tokens": 100,
 RECOVER, WANDB = {"recover.mode": "auto"}, {"stats_logger.wandb.mode": "online"}
 
 def dtypes(m: Migration):
+    """Sets reference.dtype from ref.dtype if the job has a frozen reference. A reference that computes in another dtype
+    than train.compute_dtype is a known difference; such a critic is reported as not carried over."""
     common.frozen_dtype(m, "reference.dtype", m.text("ref.dtype"), "ref.dtype")
     common.critics_dtype(m, CRITIC + "dtype", "train.compute_dtype")
 
@@ -39,7 +41,8 @@ SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill")  # of vLLM; 1.0 h
 
 
 def switches(m):
-    """Sets what of vLLM is on or off, where its servers are vLLM's."""
+    """Sets rollout.vllm.prefix_caching and chunked_prefill from the vllm.enable_... switches that are set, or negated
+    from 1.0's vllm.no_enable_... Marks a switch inert if it is null or if vLLM is not the source's engine."""
     own = "vllm.gpu_memory_utilization" in m.options.get("rollout.vllm.memory_fraction", (0, ()))[1]
     for no, name in ((no, name) for no in ("", "no_") for name in SWITCHES if m.given(f"vllm.{no}{name}")):
         key = f"vllm.{no}{name}"

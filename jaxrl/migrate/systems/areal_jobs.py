@@ -24,7 +24,8 @@ DIFFERS = ("weight decay spares norms, biases and other vectors", "the order of 
 
 
 def rules(evaluated: bool) -> tuple:
-    """Returns the rules that all of them have. evaluated: whether rows that are held out are evaluated here."""
+    """Returns the rules that the tables of SFT, reward models and DPO share. evaluated: whether jaxrl evaluates the
+    job's held-out rows; if not, the tests try no other values of the evaluation's keys."""
     def some(value):
         return value if evaluated else None
 
@@ -57,6 +58,8 @@ def rules(evaluated: bool) -> tuple:
 
 
 def table(job: str, *more: Key | Joint, differs=()):
+    """Returns the table of a job: the shared rules and `more`. Keys of `actor.` may also stand below `model.`, as until
+    0.5. job: its recipe (sft, reward_model, preference). differs: further known differences."""
     made = derived(TABLE, job, (recipe(job), *rules(job != "sft"), *more), required={DATA + "batch_size": 64}, differs=(*DIFFERS, *differs))
     return replace(made, rules=also(made.rules, {ACTOR: "model."}))
 

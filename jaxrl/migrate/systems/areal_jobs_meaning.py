@@ -10,11 +10,17 @@ from jaxrl.migrate.table import Migration
 
 
 def lengths(m: Migration):
+    """Sets data.max_prompt_tokens, rollout.max_new_tokens and train.max_sequence_tokens from train_dataset.max_length.
+    If it is not set or 0, jaxrl asks for it and takes 8192. SFT leaves longer rows out
+    (data.overlong_completion=filter). Raises Unreadable for other lengths below 2."""
     sft = m.options["run.recipe"][0] == "sft"
     supervised.sequence(m, m.integer(DATA + "max_length"), DATA + "max_length", cut="filter" if sft else "")
 
 
 def batch(m: Migration):
+    """Sets data.prompts_per_step (rows in SFT, pairs in the other jobs) from batch_size, and
+    train.tokens_per_microbatch from actor.mb_spec.max_tokens_per_mb if that is set: at least the longest sequence.
+    Raises Unreadable for a batch below 1."""
     what = "rows" if m.options["run.recipe"][0] == "sft" else "pairs"
     supervised.rows(m, m.integer(DATA + "batch_size"), what, DATA + "batch_size")
     tokens, key = m.integer(ACTOR + "mb_spec.max_tokens_per_mb"), ACTOR + "mb_spec.max_tokens_per_mb"
@@ -23,6 +29,8 @@ def batch(m: Migration):
 
 
 def layout(m: Migration):
+    """Sets the mesh from the sizes in actor.backend or, if it has none, in allocation_mode. A difference is noted where
+    AReaL trains in bf16 on FSDP, whose weights and moments are bf16 too."""
     named = re.search(r"\d", m.text(ACTOR + "backend"))  # a backend's name alone (to 0.3) has its sizes elsewhere
     key = ACTOR + "backend" if named or not m.text("allocation_mode") else "allocation_mode"
     text = m.text(key)
@@ -42,6 +50,9 @@ def layout(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.path, split, shuffle, drop_last and workers. For data sets that AReaL's loaders know by name (GSM8K,
+    geometry3k and clevr_count_70k in SFT, hh-rlhf in the other jobs) it also sets their columns, data.chat and the
+    like, and notes what the loader changes. Asks for the columns of other rows, and for a path that is not set."""
     path, split = m.text(DATA + "path"), m.text(DATA + "split")
     common.data_files(m, [path], DATA + "path")
     if not path:
@@ -78,6 +89,8 @@ def data(m: Migration):
 
 
 def evaluation(m: Migration):
+    """Sets eval.sets, every_steps, every_epochs, every_seconds, before and after from valid_dataset and evaluator. SFT
+    is not evaluated: a valid_dataset with a period is reported as not carried over."""
     e, path = "evaluator.", m.text("valid_dataset.path")
     units = {
         "steps": m.integer(e + "freq_steps"),
@@ -106,6 +119,9 @@ def evaluation(m: Migration):
 
 
 def preference(m: Migration):
+    """Sets preference.loss (dpo or ipo) and preference.beta, reference.path if ref.path is not the policy's,
+    reference.dtype, and train.score_tokens_per_microbatch if ref.mb_spec.max_tokens_per_mb is set. Another loss_type is
+    reported as not carried over, and dpo set."""
     kind = m.choice(ACTOR + "loss_type", {"sigmoid": "dpo", "ipo": "ipo"})
     m.set("preference.loss", (kind or "dpo",), ACTOR + "loss_type")
     m.set("preference.beta", float(m.number(ACTOR + "beta")), ACTOR + "beta")

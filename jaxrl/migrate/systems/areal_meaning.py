@@ -21,7 +21,7 @@ ACTOR, OPTIM, REJECT, CRITIC, GCONFIG, EVAL, DATA = (
 
 
 def has(m: Migration, prefix: str) -> bool:
-    """Whether the source sets anything below a table."""
+    """Returns whether the source sets a key that begins with `prefix` (a table's name and dot), and not to null."""
     return any(key.startswith(prefix) and s.value is not None for key, s in m.singles.items())
 
 
@@ -40,7 +40,8 @@ def batch(m: Migration):
 
 
 def reward(m: Migration):
-    """(r + bias) x scale, then the bound, then the norm: our factor comes first, so the bias is scaled with it."""
+    """Sets reward.scale, bias, clip, overlong_*, norm_*, zero_without_end, algorithm.advantage_mean, _std; notes what
+    differs. AReaL clips and norms (r + bias) x scale; jaxrl adds after scaling: reward.bias is bias x scale."""
     scale, bias, bound = (m.number(ACTOR + n) for n in ("reward_scaling", "reward_bias", "reward_clip"))
     m.set("reward.scale", scale, ACTOR + "reward_scaling")
     m.set("reward.bias", bias * scale, ACTOR + "reward_bias", ACTOR + "reward_scaling")
@@ -208,7 +209,6 @@ def loss(m: Migration):
 
 
 def _ratios(m: Migration):
-    """Which log-probs the ratio is taken to, and the weight on the difference of sampler and proximal policy."""
     decoupled, again = m.flag(ACTOR + "use_decoupled_loss"), m.flag(ACTOR + "recompute_logprob")
     keys = (ACTOR + "use_decoupled_loss", ACTOR + "recompute_logprob")
     in_reward = bool(m.number(ACTOR + "kl_ctl")) and not (decoupled or again)
@@ -296,7 +296,8 @@ def filtering(m: Migration):
 
 
 def staleness(m: Migration):
-    """AReaL bounds the prompts that are begun: 1 + max_head_offpolicyness consumer batches ahead of the version."""
+    """Sets rollout.max_staleness, and rollout.partial (true above 0). AReaL begins at most 1 + max_head_offpolicyness
+    consumer batches ahead of the version; without async_training, staleness is 0."""
     head, consumed, ahead = "rollout.max_head_offpolicyness", "rollout.consumer_batch_size", "async_training"
     stale, batch, keys = m.integer(head), m.integer(consumed), (head, consumed, ahead)
     if batch:
@@ -397,7 +398,6 @@ def optimizer(m: Migration):
 
 
 def _floor(m: Migration, of: str) -> float:
-    """min_lr_ratio where AReaL reads it: with a cosine, of Megatron with a line, too."""
     kind, key = m.text(of + "optimizer.lr_scheduler_type"), of + "optimizer.min_lr_ratio"
     megatron = "megatron" in m.text(of + "backend") + m.text("allocation_mode")
     if kind == "cosine" or kind == "linear" and megatron:
@@ -424,7 +424,7 @@ def critics_optimizer(m: Migration):
 
 
 def allocation(text: str) -> dict[str, int]:
-    """d, t, p, c, e of one part of an allocation ('fsdp:d4p1t2', 'megatron:(attn:d4p1t2c2|ffn:d2p1t2e2)')."""
+    """Returns {d, t, p, c, e: size, else 1} of 'fsdp:d4p1t2' or '(attn:d4p1t2c2|ffn:d2p1t2e2)': attn's win."""
     out = dict.fromkeys("dtpce", 1)
     for part in reversed(re.split(r"[|()]", text)):  # the attention's sizes win
         for letter, number in re.findall(r"([dtpce])(\d{1,5})", re.sub(r"^[A-Za-z_]+[:.]", "", part)):

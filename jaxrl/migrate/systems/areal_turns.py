@@ -23,7 +23,15 @@ SAID = (
 
 
 def turns(m: Migration):
-    """An agent is Python there: its episode is to be written, or (env.program) run as it is."""
+    """Sets env.function to a stub and env.max_turns to the source's bound, if the source sets a key of agents,
+    workflows or turns (BOUNDS, SAID) other than export_style and reward_fn_path; otherwise does nothing. The user is
+    asked to write the stub, or to run the agent as it is (env.program), and for rollout.group_size where n_trajs is
+    another number.
+
+    max_tokens_per_trajectory may lower train.max_sequence_tokens. A trajectory has one reward in AReaL: without
+    discount and KL, algorithm.advantage=returns becomes outcome; otherwise reward.norm_std becomes none, which is
+    reported.
+    """
     found = [s for name in (*BOUNDS, *SAID) for s in m.all(name) if s.value is not None]
     agents = [s for s in found if s.key not in ("export_style", "reward_fn_path")]
     if not agents:

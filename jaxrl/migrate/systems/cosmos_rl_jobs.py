@@ -14,7 +14,12 @@ PLACES = tuple(
 
 
 def layout(m: Migration):
-    """GPUs: replicas x tp x cp x pp x shards x copies train; the engine has its own unless mode is colocated."""
+    """Sets the mesh, the engine (outside SFT) and, with train.fsdp_offload, mesh.roles.policy (rest streamed).
+
+    replicas x tp x cp x pp x shards x copies GPUs train; the engine has GPUs of its own unless mode is colocated. An
+    ep_size that does not divide the GPUs of its experts, and a backend other than vllm, vllm_async and trtllm, are
+    refused. The engine's pipelines are reported as not carried over.
+    """
     replicas, workers = sizes(m)
     tp, cp, ep, pp = (m.integer(PAR + n) for n in ("tp_size", "cp_size", "ep_size", "pp_size"))
     gpus = replicas * workers * tp * cp * pp
@@ -75,7 +80,9 @@ def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
 
 
 def data(m: Migration):
-    """Translates Cosmos-RL's data set, split, columns and loader options."""
+    """Sets data.path, subset, revision, split, shuffle, workers, prefetch, cache and the columns from Cosmos-RL's data
+    set and loader; in SFT also train_turns=all, system_prompt and drop_last. Asks for data.path if no data set is
+    named."""
     d, sft = P + "dataset.", recipe(m) == "sft"
     place = m.text(d + "local_dir") or m.text(d + "name")
     common.data_files(m, [place], d + "name", d + "local_dir")
@@ -106,6 +113,10 @@ def data(m: Migration):
 
 
 def saving(m: Migration):
+    """Sets checkpoint.*, run.dir and run.resume from train.ckpt, train.output_dir and train.resume; without
+    enable_checkpoint nothing is saved. Asks for an exported folder if train.resume is a path, and for the owner of
+    hf_repo_name if it has none. Raises Unreadable for an upload_s3 other than false, final and all, or without
+    s3_bucket."""
     c = TRAIN + "ckpt."
     on, every, epochs = m.flag(c + "enable_checkpoint"), m.integer(c + "save_freq"), m.integer(c + "save_freq_in_epoch")
     enable = c + "enable_checkpoint"
@@ -163,6 +174,8 @@ def _uploads(m: Migration, c: str):
 
 
 def model(m: Migration):
+    """Sets model.path, model.revision, model.trainable and model.frozen from policy; names of a tower's parts become
+    jaxrl's. A model_safetensor_path is reported as not carried over."""
     key = POLICY + "model_name_or_path"
     name = m.text(key)
     m.set("model.path", name, key)
@@ -185,7 +198,11 @@ def model(m: Migration):
 
 
 def adapters(m: Migration):
-    """A table policy.lora turns adapters on; its defaults are a rank of 8 and an alpha of 8."""
+    """Sets lora.* if the source has a table policy.lora, an empty one too: rank and alpha are 8 unless it sets them.
+
+    Without target_modules all-linear is written, and jaxrl asks for lora.targets. A dropout outside SFT and
+    init_lora_weights=false are reported as not carried over; several lora_names are refused.
+    """
     lo = POLICY + "lora."
     if not any(k.startswith(lo) for k in m.singles) and m[lo[:-1]] != {}:
         return
@@ -224,7 +241,14 @@ def adapters(m: Migration):
 
 
 def distillation(m: Migration):
-    """A teacher whose log-probs are the advantage of sampled tokens, or (top_k) a divergence over several."""
+    """Sets teacher.*, distill.*, train.score_tokens_per_microbatch and, with fsdp_offload, mesh.roles.teacher if the
+    recipe is distill.
+
+    Without top_k the loss is sampled: the teacher's log-probs are the advantage of sampled tokens; include_prompt is
+    then reported as not carried over. With top_k it is a divergence over so many tokens: forward for jsd_beta 0,
+    reverse for 1, else jsd. What differs from Cosmos-RL's is noted, and kl_discount_factor beside it refused. If the
+    source names no teacher, Cosmos-RL's default is set and jaxrl asks for another.
+    """
     if recipe(m) != "distill":
         return
     d, key = DISTILL, DISTILL + "model_name_or_path"
@@ -266,6 +290,9 @@ def distillation(m: Migration):
 
 
 def turns(m: Migration):
+    """Sets env.function to a stub, env.max_turns and env.observations, data.add_generation_prompt, and the chat
+    template and its enable_thinking, if multi_turn_config.enable is set outside SFT. Asks the user to write the
+    stub."""
     t = ROLL + "multi_turn_config."
     if recipe(m) == "sft" or not m.flag(t + "enable"):
         return
@@ -282,6 +309,9 @@ def turns(m: Migration):
 
 
 def loggers(m: Migration):
+    """Sets log.wandb, log.tensorboard (always on), log.wandb_project, log.wandb_name and log.wandb_group from logging.
+    Loggers other than console, print, file, tensorboard and wandb are reported as not carried over. An experiment_name
+    "None" counts as none."""
     g = "logging."
     names, run = m.list(g + "logger"), m.text(g + "experiment_name")
     run = "" if run == "None" else run  # its own examples write the word
@@ -291,7 +321,9 @@ def loggers(m: Migration):
 
 
 def profiler(m: Migration):
-    """Steps that are waited, warmed up, and traced."""
+    """Sets profile.steps, profile.memory, profile.python and profile.processes if profiler.enable_profiler is set:
+    active_steps steps, at least one, are traced after wait_steps and warmup_steps. rank_filter counts GPUs,
+    profile.processes hosts, which is noted as a difference."""
     if not m.flag("profiler.enable_profiler"):
         return
     s = "profiler.sub_profiler_config."
@@ -308,5 +340,6 @@ def profiler(m: Migration):
 
 
 def custom(m: Migration):
+    """Sets user.NAME from every key custom.NAME."""
     for s in m.all("custom.**"):
         m.set("user." + s.key[len("custom.") :], s.value, s.key)

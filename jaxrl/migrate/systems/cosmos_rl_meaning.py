@@ -12,18 +12,22 @@ TELLS_RL = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote
 
 
 def recipe(m: Migration) -> str:
+    """Returns run.recipe (rl, sft or distill), which the rule `job` has set."""
     return m.options["run.recipe"][0]
 
 
 def dense(m: Migration) -> bool:
-    """Whether the job distills with a divergence over the teacher's top_k tokens at each place. It has no loss of
-    sampled tokens then."""
+    """Returns whether the job distills with a divergence over distillation.top_k tokens at each position. It has no
+    loss of sampled tokens then."""
     return recipe(m) == "distill" and m.integer(DISTILL + "top_k") > 0
 
 
 def job(m: Migration):
-    """Sets run.recipe: rl, sft or distill. A table train_policy without a type is GRPO where it has one of TELLS_RL,
-    else SFT. Raises Unreadable for another type."""
+    """Sets run.recipe: sft, distill (grpo with distillation.enable) or rl (grpo). A table train_policy without a type
+    is grpo if it has one of TELLS_RL, else sft; without such a table the type's default, grpo, counts.
+
+    A trainer_type other than the type, and an algo other than grpo, are refused. Raises Unreadable for another type.
+    """
     kind = m.text(P + "type")
     if not m.given(P + "type") and any(k.startswith(P) for k in m.singles):
         kind = "grpo" if any(m.given(P + n) for n in TELLS_RL) else "sft"
@@ -60,7 +64,10 @@ def video(m: Migration):
 
 
 def lengths(m: Migration):
-    """model_max_length bounds prompt and completion together: a shorter prompt leaves room, a long one cuts."""
+    """Sets data.max_prompt_tokens, rollout.max_new_tokens and train.max_sequence_tokens. model_max_length bounds prompt
+    and completion together: a shorter prompt leaves room, a long one cuts; max_response_length bounds completions
+    outside SFT. SFT truncates longer rows; the other recipes leave longer prompts out (data.overlong_prompt=filter).
+    Raises Unreadable for a model_max_length below 2."""
     longest, completion = m.integer(POLICY + "model_max_length"), m.integer(ROLL + "max_response_length")
     if longest < 2:
         raise m.wrong(POLICY + "model_max_length", "at least 2")
@@ -77,7 +84,9 @@ def lengths(m: Migration):
 
 
 def sizes(m: Migration) -> tuple[int, int]:
-    """Returns (replicas of the policy, data-parallel workers of one)."""
+    """Returns (replicas of the policy, data-parallel workers of one: shards x copies). dp_shard_size=-1 is what remains
+    of --gpus; without --gpus it is 1, and jaxrl asks for them if the source sets -1. Raises Unreadable for other sizes
+    below 1."""
     par = POLICY + "parallelism."
     shard, replicas = m.integer(par + "dp_shard_size"), m.integer(par + "n_init_replicas")
     each = m.integer(par + "tp_size") * m.integer(par + "cp_size") * m.integer(par + "pp_size")
@@ -94,7 +103,13 @@ def sizes(m: Migration) -> tuple[int, int]:
 
 
 def batch(m: Migration):
-    """Samples of a replica, all its GPUs together; in SFT rows of one data-parallel worker."""
+    """Sets data.prompts_per_step, train.tokens_per_microbatch and, outside SFT, rollout.group_size,
+    algorithm.num_minibatches and algorithm.ppo_epochs.
+
+    train_batch_per_replica counts samples of a replica, all its GPUs together; in SFT rows of one data-parallel worker.
+    Fewer samples than a group become one group, which is reported. Groups of one (in RL), other samples that are no
+    whole groups, and optimizer steps that are not equal or not of whole groups are refused.
+    """
     size, key = m.integer(TRAIN + "train_batch_per_replica"), TRAIN + "train_batch_per_replica"
     par = POLICY + "parallelism."
     replicas, workers = sizes(m)
@@ -133,6 +148,14 @@ def batch(m: Migration):
 
 
 def loss(m: Migration):
+    """Sets algorithm.aggregation and its constants, policy_loss=clip with its bounds, ratio and entropy_coef; in RL
+    also shared_prefix_tokens, advantage_std and positive_nll_coef. A divergence over top_k tokens has the aggregation
+    alone, SFT none of them.
+
+    A variant other than grpo, gspo and dapo is refused, as are aipo_rho and (but in gspo) lower_bound_ratio of at most
+    1. Another loss_type is reported, with token_mean in its place. Raises Unreadable for an epsilon of 0 and an
+    epsilon_low above 1.
+    """
     if recipe(m) == "sft":
         m.mark(P + "balance_dp_token", "automatic", "one denominator for all microbatches and devices")
         return
@@ -235,6 +258,9 @@ def _aipo(m: Migration):
 
 
 def kl(m: Migration):
+    """Sets algorithm.kl.* from kl_beta in RL: in the loss, by low_var, or k3_unbiased with unbiased_kl_estimate. With a
+    kl_beta and a reference_reset_interval above 0 it also sets reference.reset_steps and reset_optimizer. A kl_beta
+    beside a teacher is refused."""
     if recipe(m) != "rl":
         if recipe(m) == "distill" and m.number(P + "kl_beta"):
             m.lacks(P + "kl_beta", "a KL to the start beside the teacher", refuse=True)
@@ -252,7 +278,13 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Without its options the sampler's log-probs are not read: ratios are to the trainer's own, before the update."""
+    """Sets algorithm.old_logprobs and algorithm.mismatch.* outside SFT and divergences over top_k tokens.
+
+    Without Cosmos-RL's options the sampler's log-probs are not read: ratios are to the trainer's own, before the update
+    (auto, no correction). use_rollout_logprobs_for_loss is rollout. use_decoupled_loss is recompute and token_mis, with
+    behav_imp_weight_cap or, if that is null, 1e9 as its cap. Both together are refused. off_policy_masking_delta is
+    mismatch.sequence_delta; 0 is reported as not carried over.
+    """
     if recipe(m) == "sft" or dense(m):
         return
     decoupled, own = m.flag(P + "use_decoupled_loss"), m.flag(P + "use_rollout_logprobs_for_loss")
@@ -277,7 +309,8 @@ def mismatch(m: Migration):
 
 
 def groups(m: Migration):
-    """DAPO's groups of equal rewards are replaced until a step is full."""
+    """Sets algorithm.dynamic_sampling in RL: refill in DAPO, whose groups of equal rewards are replaced until a step is
+    full, else off. With DAPO also dynamic_sampling_rounds: max_retry_for_on_policy, or 1000 if that is not above 0."""
     if recipe(m) != "rl":
         return
     on = m.text(P + "variant") == "dapo"
@@ -290,6 +323,13 @@ def groups(m: Migration):
 
 
 def staleness(m: Migration):
+    """Sets rollout.max_staleness (in weight syncs) and rollout.sync_every (in steps) outside SFT.
+
+    The staleness is allowed_outdated_steps, but at least sync_weight_interval - 1, divided by sync_weight_interval and
+    rounded down. It is 0 with on_policy and with mode=colocated, which publishes weights every step and reports another
+    sync_weight_interval. Raises Unreadable for an unknown mode, a negative allowed_outdated_steps and a
+    sync_weight_interval below 1.
+    """
     if recipe(m) == "sft":
         return
     mode = m.text("mode")
@@ -309,6 +349,9 @@ def staleness(m: Migration):
 
 
 def sampling(m: Migration):
+    """Sets rollout.temperature, top_p, top_k, keep_stop and, if it is not 1, repetition_penalty (in training too)
+    outside SFT. Where train_policy.temperature is another, it becomes algorithm.temperature, with a note, or is
+    reported as not carried over if the loss compares the trainer's log-probs with the sampler's or a teacher's."""
     if recipe(m) == "sft":
         return
     s = ROLL + "sampling_config."
@@ -329,6 +372,13 @@ def sampling(m: Migration):
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.name, lr, b1, b2, max_grad_norm, the warm-up, and the schedule with its floor and decay from
+    train.optm_*.
+
+    Of several rates for parts of a model optm_lr.global, else the first is taken, and the others are reported, as are
+    an unknown optimizer (AdamW is set) and an unknown decay (none is set). jaxrl asks for optimizer.decay_steps if the
+    decay is a share of a run whose steps are not set. Raises Unreadable if optm_lr is no number.
+    """
     o, names = TRAIN + "optm_", {"AdamW": "adamw", "Adam": "adam"}
     m.set("optimizer.name", m.choice(o + "name", names) or "adamw", o + "name")
     if m.text(o + "name") == "Adam" and m.number(o + "weight_decay"):
@@ -394,6 +444,9 @@ def _decay(m: Migration, o: str):
 
 
 def numbers(m: Migration):
+    """Sets train.param_dtype, train.compute_dtype, train.matmul (fp8, fp4), run.deterministic, run.seed and
+    model.remat. Dtypes that jaxrl does not have are reported as not carried over (fp32 weights and bf16 are set). The
+    seed is 42 if it is negative, or null in a deterministic run."""
     t = TRAIN
     held = t + ("param_dtype" if first(m) else "master_dtype")  # 0.1 has parameters in one dtype alone
     master = common.DTYPES.get(m.text(held))

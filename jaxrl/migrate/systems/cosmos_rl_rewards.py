@@ -57,7 +57,8 @@ FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>"
 
 
 def weighed(m: Migration, key: str) -> dict[str, float]:
-    """Returns {name of a reward: weight} of a key that holds a name, a list of names (weight 1) or a table."""
+    """Returns {name of a reward: weight} of a key that holds a name, a list of names (weight 1) or a table. Raises
+    Unreadable for a weight that is no number."""
     table = {s.key[len(key) + 1 :]: s.value for s in m.all(f"{key}.*")}
     found = table or {str(n): 1.0 for n in m.list(key)}
     for name, weight in found.items():
@@ -67,8 +68,12 @@ def weighed(m: Migration, key: str) -> dict[str, float]:
 
 
 def function(m: Migration, name: str, key: str) -> str:
-    """Returns a reward as an entry of reward.functions; Cosmos-RL's rules and stubs are written to a file beside the
-    config."""
+    """Returns the entry of reward.functions for one of Cosmos-RL's rewards, which `key` names.
+
+    boxed_math is `math`, with a note of what differs. format is `format`, and sets reward.format_pattern. Every other
+    name is a function in the file NAME_reward.py beside the config: one of Cosmos-RL's RULES, or a stub that the user
+    is asked to write.
+    """
     if name == "boxed_math":
         m.differs("boxed_math is `math`: math-verify, too, which here also reads references that are no LaTeX")
         return "math"
@@ -86,7 +91,12 @@ def function(m: Migration, name: str, key: str) -> str:
 
 
 def rewards(m: Migration):
-    """Sets reward functions, weights, the overlong penalty, a remote service, and the groups that DAPO keeps."""
+    """Sets reward.functions and reward.weights, the overlong penalty, reward.remote.* of a remote service, and
+    algorithm.keep_group of DAPO's filter_reward_metric. SFT has none of them, distillation no reward function.
+
+    bypass_reward, and a job without a named reward, are refused. Other filters are reported as not carried over; jaxrl
+    asks for rewards to be written, and for the addresses of a service.
+    """
     if recipe(m) == "sft":
         return
     key = P + "reward_function"

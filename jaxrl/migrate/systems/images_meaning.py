@@ -12,6 +12,12 @@ TRAINED = "train_dataset.path"
 
 
 def verl(m: Migration):
+    """Sets data.image_column, image_min_pixels, image_max_pixels, max_images and model.frozen for verl's rows with
+    images.
+
+    The column is set if data.image_key is, and it is not `images` or the model's name is of a family with a tower that
+    jaxrl reads. A freeze_vision_tower that this engine or version of verl does not read is marked inert, and noted.
+    """
     column = m.text(ROWS + "image_key")
     if m.given(ROWS + "image_key") and (column != "images" or images.has_tower(m.text(MODEL + "path"))):
         m.set("data.image_column", column, ROWS + "image_key")
@@ -30,12 +36,16 @@ def verl(m: Migration):
 
 
 def sees(m: Migration) -> bool:
-    """Whether the job is of the pipeline of images: by its command, its options or the name of its model."""
+    """Returns whether a job is of ROLL's pipeline of images: its command has rlvr_vl, it sets
+    data_args.image_max_pixels, or its model's name is of a family with a tower that jaxrl reads."""
     named = images.has_tower(m.text("pretrain")) or images.has_tower(m.text(TRAIN + "model_args.model_name_or_path"))
     return named or "rlvr_vl" in m.command or m.given(TRAIN + DATA + "image_max_pixels")
 
 
 def roll(m: Migration):
+    """Sets data.image_column, image_min_pixels, image_max_pixels and image_root for a job of ROLL's pipeline of images
+    (`sees`); otherwise does nothing. Other sizes of evaluation's images are reported as not carried over, and jaxrl
+    asks for prompts with the words that ROLL adds. Before 0.3.0 the sizes are those of model_args."""
     if not sees(m):
         return
     d, old = TRAIN + DATA, m.table.versions.index(m.version) < m.table.versions.index("0.3.0")
@@ -54,12 +64,19 @@ def roll(m: Migration):
 
 
 def roll_frozen(m: Migration):
+    """Sets model.frozen from actor_train.model_args.freeze_module_prefix, names with commas between them; asks for
+    jaxrl's names of those that are no part of a tower for images."""
     names = [n.strip() for n in m.text(TRAIN + "model_args.freeze_module_prefix").split(",") if n.strip()]
     images.frozen(m, names, TRAIN + "model_args.freeze_module_prefix")
 
 
 def rlinf(m: Migration):
-    """Rows of type vlm: a chat of the prompt's text, whose <image> marks are the images' places."""
+    """Sets data.image_column and data.chat for rows of type vlm, or with image_keys; otherwise does nothing.
+
+    Such rows are a chat of the prompt's text, whose <image> marks are the images' places; use_chat_template, not
+    apply_chat_template, decides data.chat (auto or false). Several image_keys, and those of type vlm_sft, are refused.
+    jaxrl asks for rows with choices and system prompt if dataset_name is not base, or choice_key is set.
+    """
     names = [str(n) for n in m.list(ROWS + "image_keys")]
     if m.text(ROWS + "type") != "vlm" and not names:
         return
@@ -79,6 +96,8 @@ def rlinf(m: Migration):
 
 
 def skyrl(m: Migration):
+    """Sets data.image_column: `images` with generator.vision_language_generator, else "" (text alone) with
+    trainer.policy.language_model_only; nothing without either."""
     only, seen = "trainer.policy.language_model_only", "generator.vision_language_generator"
     if m.flag(seen):
         m.set("data.image_column", "images", seen)
@@ -122,7 +141,9 @@ def score(prompt, completion, answer=None, **columns):
 
 
 def areal(m: Migration, path: str) -> bool:
-    """Sets the rows of AReaL's example data sets with images. Returns whether it is one of them."""
+    """Sets the columns of AReaL's example data sets with images (PICTURES, by the end of `path`), their system prompt,
+    of clevr_count_70k the largest image, and the reward, a file beside the config; notes what AReaL's loader changes.
+    Returns whether `path` is one of them; if not, sets nothing."""
     known = next((known for name, known in PICTURES.items() if path.rstrip("/").endswith(name)), None)
     if known is None:
         return False

@@ -20,7 +20,7 @@ def on_fsdp(m: Migration) -> bool:
 
 
 def needed(m: Migration, key: str, otherwise: float):
-    """A number without which RLinf does not start; otherwise: what stands for it in a refused config."""
+    """Returns a key's number. RLinf has no default for it: if unset, refuses the config, and returns `otherwise`."""
     value = m.number(key)
     if value is None:
         m.lacks(key, "is not set, and RLinf has no default for it", refuse=True)
@@ -163,8 +163,9 @@ def _aggregation(m: Migration):
 
 
 def gradients_share(m: Migration) -> int:
-    """By how much RLinf's gradient is smaller than that of the mini-batch's mean: use_valid_token_scale divides by the
-    tokens of all mini-batches of the step. Of AdamW a clip and an epsilon as many times as large do the same."""
+    """Returns by what factor RLinf's gradient is smaller than the mini-batch's mean; 1 if it is not. Megatron's token
+    mean with use_valid_token_scale divides by the tokens of all mini-batches of the step, if training and sampling take
+    turns. In AdamW a clip and an epsilon as many times as large do the same."""
     scaled = m.flag(ALGO + "use_valid_token_scale") and not on_fsdp(m)
     whole = AGGREGATIONS.get(m.text(ALGO + "loss_agg_func")) == "token_mean"
     return common.updates(m) if scaled and whole and not ranks_beside_sampling(m) else 1
@@ -319,7 +320,8 @@ def _start_of_warmup(m: Migration, warm: float):
 
 
 def critics_optimizer(m: Migration):
-    """The critic's own, which Megatron trains whatever trains the policy."""
+    """Sets critic.optimizer.* where it differs from the policy's, if adv_type=gae. Megatron trains it; another schedule
+    is reported. Raises Unreadable for a start of the warm-up or a floor above lr."""
     if m.text(ALGO + "adv_type") != "gae":
         return
     o, s, rate = CRITIC + "optim.", CRITIC + "lr_sched.", m.number(CRITIC + "optim.lr")
@@ -369,7 +371,8 @@ def _places(text: str, total: int) -> list[int] | None:
 
 
 def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
-    """Devices of each component of 'actor,rollout: all', and the key of one that cannot be read."""
+    """Returns ({component: its devices} of texts such as 'actor,rollout: all', ""), or ({}, key) for the first key
+    whose value is not all, 0-3 or 0,2. total: how many devices `all` is."""
     out: dict[str, list[int]] = {}
     for s in m.all(PLACEMENT):
         found = _places(str(s.value).strip(), total)
@@ -381,7 +384,8 @@ def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
 
 
 def ranks_beside_sampling(m: Migration) -> float:
-    """Data-parallel ranks of a policy that trains while other GPUs sample (RLinf's pipeline); 0: they take turns."""
+    """Returns the data-parallel ranks of a policy that trains while other GPUs sample (RLinf's pipeline); 0 if it
+    shares devices with sampling and auto_scheduler is off, or if no devices of the policy can be read."""
     total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
     roles, _ = placed(m, total)
     train, infer = roles.get("actor", []), roles.get("rollout", [])
@@ -437,7 +441,7 @@ def layout(m: Migration):
 
 
 def rest(m: Migration):
-    """Where parameters and optimizer state are while the engine samples."""
+    """Sets mesh.roles.policy: rest streamed with FSDP's cpu_offload, host if weights and optimizer are offloaded."""
     keys = tuple(ACTOR + n for n in ("offload_optimizer", "offload_weight", "enable_offload"))
     whole = m.flag(ACTOR + "enable_offload") or m.flag(ACTOR + "offload_optimizer") and m.flag(ACTOR + "offload_weight")
     if m.flag(FSDP + "cpu_offload"):
@@ -565,7 +569,8 @@ def places(m: Migration):
 
 
 def loggers(m: Migration):
-    """Translates RLinf's logger backends, project and experiment name."""
+    """Sets log.wandb, log.tensorboard (always on), log.wandb_project and log.wandb_name from runner.logger; other
+    backends are reported as not carried over."""
     names = m.list(RUNNER + "logger.logger_backends") or ["tensorboard"]
     key = RUNNER + "logger.logger_backends"
     if m.flag(RUNNER + "logger.wandb.enable"):

@@ -143,7 +143,9 @@ def lengths(m: Migration):
 
 
 def layout(m: Migration):
-    """Sets the mesh from the placement of the actor and Megatron's parallel sizes."""
+    """Sets the mesh from the placement of the actor and, with Megatron, its parallel sizes, and mesh.roles.policy as in
+    RL. A placement that cannot be read is refused. Raises Unreadable for a training_backend other than fsdp, fsdp2 and
+    megatron."""
     total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
     roles, unread = rl.placed(m, total)
     if unread:
@@ -161,23 +163,25 @@ def layout(m: Migration):
 
 
 def batch(m: Migration):
-    """Sets the rows of a step from actor.global_batch_size, and tokens per microbatch from actor.micro_batch_size."""
+    """Sets data.prompts_per_step to actor.global_batch_size rows, and train.tokens_per_microbatch to
+    actor.micro_batch_size rows of the longest kind. Raises Unreadable for a batch below 1."""
     size, micro = (ACTOR + name for name in ("global_batch_size", "micro_batch_size"))
     supervised.rows(m, m.integer(size), "rows", size)
     supervised.memory(m, m.integer(micro), micro, DATA + "max_prompt_length")
 
 
 def model(m: Migration):
-    """Sets the options of the model, as in RLinf's RL jobs, without those of the rollout."""
+    """Sets model.path, model.tokenizer, model.remat and train.compute_dtype as in RLinf's RL jobs, without
+    rollout.dtype. Asks for model.path if it is not set."""
     rl.model(m)
     m.options.pop("rollout.dtype")
 
 
 def rows(m: Migration):
-    """Sets data to Parquet files, and writes the program that makes them: RLinf's class builds a prompt from several
-    columns.
+    """Sets data.path, the columns, data.shuffle, data.seed and, if the job evaluates, eval.sets for Parquet files, and
+    writes the program that makes them: RLinf's class builds a prompt from several columns.
 
-    The user has to run that program once. Jobs without rows to train on are refused.
+    The user is asked to run that program once. Jobs without rows to train on are refused.
     """
     train, held, file = DATA + "train_data_paths", DATA + "val_data_paths", f"{m.name}_rows.py"
     written = {f"{m.name}_train.parquet": [str(path) for path in m.list(train)]}
@@ -209,10 +213,11 @@ def _evaluates(m: Migration) -> bool:
 
 
 def evaluation(m: Migration):
-    """Sets evaluation every runner.val_check_interval steps and at the end: greedy completions, compared with those of
-    the held-out rows.
+    """Sets eval.every_steps to runner.val_check_interval, eval.after, eval.max_new_tokens (128 at most) and the reward,
+    a file that compares a greedy completion with the held-out row's.
 
-    Megatron's worker evaluates nothing; then there is no evaluation here either.
+    Without held-out rows or an interval above 0 there is no evaluation, nor with Megatron, whose worker in RLinf
+    evaluates nothing.
     """
     key, there = RUNNER + "val_check_interval", "eval.sets" in m.options
     m.set("eval.every_steps", m.integer(key) if there else 0, key)
@@ -227,10 +232,10 @@ def evaluation(m: Migration):
 
 
 def length_of_run(m: Migration):
-    """Sets the length of the run: whichever of runner.max_epochs and runner.max_steps comes first, one pass if neither
-    is set.
+    """Sets train.steps and data.epochs: whichever of runner.max_steps and runner.max_epochs comes first ends the run,
+    one pass if neither is set. max_steps=0 is refused.
 
-    In RLinf 0.2 an epoch is an optimizer step.
+    In RLinf 0.2 an epoch is an optimizer step, which is noted.
     """
     epochs, steps = RUNNER + "max_epochs", RUNNER + "max_steps"
     passes, most = m.integer(epochs) or -1, m.integer(steps)

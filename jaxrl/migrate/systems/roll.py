@@ -51,7 +51,8 @@ CRITIC_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def packing(scored: bool) -> tuple[Key, ...]:
-    """Returns the keys of packing in Megatron. scored: whether old log-probs are scored."""
+    """Returns the rows of the keys that pack sequences in Megatron's micro-batches. scored: whether the job scores old
+    log-probs, for which there is max_packed_sequence_length_forward."""
     keys = {PACKS: (False, True), PACKING + "algorithm": ("none", "load_balance"),
             PACKING + "max_packed_sequence_length_train": (None, 50000), PACKING + "max_packed_sequence_length_forward": (None, 50000)}
     return tuple(K(n, "equivalent", default=d, other=o, beside={k: v for k, v in BY_LOAD.items() if k != n}) for n, (d, o) in keys.items()

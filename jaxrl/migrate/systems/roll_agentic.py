@@ -32,12 +32,14 @@ VARIABLES = ("max_tokens_per_step", "max_actions_per_traj", "env_manager_cls", "
 
 
 def left(name: str) -> bool:
-    """Whether a row of the RLVR pipeline says nothing here."""
+    """Returns whether a rule of the RLVR pipeline is left out of the agentic one. name: a joint rule's title, or a
+    row's name."""
     return name in (*GONE, *PASSED, *NEVER)
 
 
 def sampled(role: str, tried: bool, beside: dict) -> tuple[Key, ...]:
-    """Returns rows of a role's generating_args. tried: whether another value of them matters by itself."""
+    """Returns rows of a role's generating_args (temperature, top_p ...). tried: whether the tests try another value of
+    each. beside: the settings under which it matters."""
     return tuple(K(role + SAMPLE + n, "equivalent", default=d, other=o if tried else None, beside=beside) for n, d, o in SAMPLED)
 
 
@@ -123,7 +125,8 @@ OWN = {n for r in RULES for k in (r.keys if isinstance(r, Joint) else (r,)) for 
 
 
 def without(rule: Key | Joint) -> list[Key | Joint]:
-    """Returns a rule of the RLVR pipeline without keys that have a row of their own here; [] where none is left."""
+    """Returns a list of a row of the RLVR pipeline without the names that have a row of their own here; [] if none is
+    left. A joint rule is returned as it is."""
     if isinstance(rule, Joint):
         return [rule]
     names = [n for n in rule.names() if n not in OWN]
@@ -131,7 +134,8 @@ def without(rule: Key | Joint) -> list[Key | Joint]:
 
 
 def in_groups(rule: Key | Joint) -> Key | Joint:
-    """Returns a rule whose keys are tried beside batches of 1024 trajectories, where they are beside a batch."""
+    """Returns a rule whose keys that the tests try beside a rollout_batch_size are tried beside groups of 8 and batches
+    of 1024 trajectories."""
     if isinstance(rule, Joint):
         return replace(rule, keys=tuple(in_groups(k) for k in rule.keys))
     many = {**GROUP, "rollout_batch_size": 1024} if "rollout_batch_size" in rule.beside else {}

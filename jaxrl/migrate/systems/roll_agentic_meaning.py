@@ -120,7 +120,8 @@ STEPS_CONCAT = STEP.replace("chat.state(str(observation))", SHOWN).replace("n=ob
 
 
 def table_of(m: Migration, tag: str) -> dict[Any, Any]:
-    """Returns an entry of custom_envs as a nested table."""
+    """Returns an entry of custom_envs as a nested table, {} if there is none. Keys are integers where all of a table's
+    are digits; floats that are not finite are text."""
     out: dict[Any, Any] = {}
     for s in m.all("custom_envs.**"):
         if s.key.startswith(f"custom_envs.{tag}."):
@@ -134,7 +135,8 @@ def table_of(m: Migration, tag: str) -> dict[Any, Any]:
 
 
 def turns_of(table: dict) -> Any:
-    """Returns the turns of an entry of custom_envs: ROLL 0.1.0 reads those of the environment's own options."""
+    """Returns the most turns of an entry of custom_envs: its max_steps, else its env_config's, which ROLL 0.1.0 reads;
+    None without either."""
     own = table.get("env_config")
     return table.get("max_steps") or (own.get("max_steps") if isinstance(own, dict) else None)
 
@@ -148,11 +150,13 @@ def _numbered(table):
 
 
 def tags(m: Migration, role: str) -> list[str]:
+    """Returns the tags of a role's environments. role: train_env_manager. or val_env_manager., with the dot."""
     return [str(t) for t in m.list(role + "tags")]
 
 
 def drawn_at(m: Migration, role: str) -> str:
-    """Returns the generating_args that count: those of actor_infer, where it has any, are everybody's."""
+    """Returns the prefix of the generating_args that count: actor_infer's if the source sets any, else the role's.
+    Marks the role's inert if actor_infer's win. role: with its dot."""
     own = [s.key for s in m.singles.values() if s.key.startswith(INFER + SAMPLE)]
     if own and any(s.key.startswith(role + SAMPLE) for s in m.singles.values()):
         for s in [s for s in m.singles.values() if s.key.startswith(role + SAMPLE)]:
@@ -161,7 +165,13 @@ def drawn_at(m: Migration, role: str) -> str:
 
 
 def lengths(m: Migration):
-    """A trajectory has sequence_length tokens; a turn the fewest of three bounds."""
+    """Sets rollout.max_new_tokens, the most tokens of a turn, and data.max_prompt_tokens.
+
+    A trajectory has sequence_length tokens, else prompt_length + response_length; a source with neither sequence_length
+    nor response_length is refused. A turn has the fewest of generating_args.max_new_tokens, the trajectory's tokens
+    less 1, and the largest max_tokens_per_step of the environments. Prompts have prompt_length tokens, at most the
+    trajectory's less a turn's (or 64 if that is fewer). val_prompt_length and val_sequence_length are marked inert.
+    """
     whole = m.integer("sequence_length")
     keys = ("sequence_length",)
     if not whole:
@@ -185,7 +195,8 @@ def lengths(m: Migration):
 
 
 def batch(m: Migration):
-    """Counts trajectories; prompts are groups of them."""
+    """Sets the batch as roll_meaning.prompts_of_step, from rollout_batch_size, which counts trajectories: prompts are
+    groups of train_env_manager.group_size of them. A batch that is no multiple of the groups is refused."""
     total, group = m.integer("rollout_batch_size"), max(m.integer(ENV + "group_size"), 1)
     if total < 1 or total % group:
         m.lacks("rollout_batch_size", f"{total} trajectories are no multiple of groups of {group}", refuse=True)
@@ -219,6 +230,13 @@ def _norms(m: Migration) -> dict[str, str]:
 
 
 def advantage(m: Migration):
+    """Sets algorithm.advantage, its norms, discounts, bounds and whitening from adv_estimator and reward_normalization.
+
+    grpo, reinforce, gae, and agentic_reinforce with gamma 1, are set as in the RLVR pipeline; step_reinforce without
+    discount and norms is returns. gigpo is gigpo, with the group's mean, episode_reward_weight 1 and a
+    step_reward_weight. Everything else is refused, as are groups of one that are normed by group (but in gigpo). Keys
+    that the estimator does not read are marked inert.
+    """
     name, group = m.text("adv_estimator"), max(m.integer(ENV + "group_size"), 1)
     norms = _norms(m)
     keys = {option: (NORM + "grouping", NORM + "method", NORM + f"norm_{option}_type") for option in norms}
@@ -277,6 +295,8 @@ def _gigpo(m: Migration, norms: dict[str, str], keys: dict[str, tuple[str, ...]]
 
 
 def loss(m: Migration):
+    """Sets the loss as roll_meaning.loss, with ratio_type in place of importance_sampling: other ratios than those of
+    tokens are refused. The constant of seq-mean-token-sum-norm is that of a trajectory's tokens less 1."""
     roll_meaning.loss(m, "ratio_type")
     if m.text("ratio_type") != "token":
         m.lacks(
@@ -292,10 +312,17 @@ def loss(m: Migration):
 
 
 def sampling(m: Migration):
+    """Sets how completions are drawn as roll_meaning.drawn_by, from the generating_args that count (`drawn_at`)."""
     roll_meaning.drawn_by(m, drawn_at(m, ENV))
 
 
 def evaluation(m: Migration):
+    """Sets eval.sets to a file of rows, which it writes, eval.every_steps, before, after, and how completions are
+    drawn. If eval_steps is below 1, it sets eval.every_steps=0 alone.
+
+    A row is a group: val_batch_size divided by val_env_manager.group_size, or num_env_groups if val_batch_size is not
+    above 0, at most MOST_ROWS. eval.samples is the size of a group, 1 if sampling is greedy.
+    """
     interval, group = m.integer("eval_steps"), max(m.integer(VAL + "group_size"), 1)
     groups, count = m.integer(VAL + "num_env_groups"), m.integer("val_batch_size")
     if interval < 1:
@@ -381,7 +408,12 @@ def _asked(m: Migration, found: dict[str, dict], named: set[str], bound: str):
 
 
 def environments(m: Migration):
-    """Writes the rows (one for each group of environments) and the episode."""
+    """Writes the rows (one for each group of environments, at least a step's, at most MOST_ROWS) and the episode. Sets
+    data.path and its columns, reward.functions to none, env.function, max_turns and max_observation_tokens.
+
+    The user is asked to write what makes the environments, and for their keys that the stub does not have. Environment
+    managers of single steps beside grpo, reinforce, gae and agentic_reinforce are refused.
+    """
     prompts = m.options.get("data.prompts_per_step", (1,))[0]
     file = f"{m.name}_rows.jsonl"
     m.files[file] = _rows(_shares(m, ENV), max(m.integer(ENV + "num_env_groups"), prompts))

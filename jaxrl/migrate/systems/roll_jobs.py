@@ -38,8 +38,13 @@ SHUFFLED = ("the order of the data is drawn from another generator",)
 
 
 def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
-    """Returns the rules that all of them have, under the role's name in reinforcement learning. pair: the other role, beside whose
-    own model the trained role has one of its own."""
+    """Returns the rules that SFT, DPO and distillation share, under the role's name in reinforcement learning
+    (actor_train.).
+
+    evaluated: whether held-out rows are evaluated here and max_steps counts, as in DPO; if not, the tests try no other
+    values of these keys. data: the rules of the job's rows. pair: the other role (reference., teacher.), beside whose
+    own model the trained role has one of its own; "" in SFT.
+    """
     def some(value):
         return value if evaluated else None
 
@@ -82,24 +87,28 @@ def rules(evaluated: bool, *data: Joint, pair: str = "") -> tuple:
 
 
 def keys(*names_and_values: tuple) -> tuple[Key, ...]:
+    """Returns equivalent rows of tuples (name, default, another value for the tests, further arguments of Key or
+    nothing)."""
     return tuple(K(name, "equivalent", default=default, other=other, **more) for name, default, other, *rest in names_and_values
                  for more in (rest[0] if rest else {},))
 
 
 def frozen(role: str, beside=None) -> Key | Joint:
-    """Returns the rule of the dtype of the reference or the teacher."""
+    """Returns the rule that sets the dtype of the reference or the teacher. role: reference. or teacher., with the dot.
+    beside: the settings under which the tests try another dtype."""
     rows = (K(REF + "model_args.dtype", "equivalent", default="bf16", other="fp32", beside=beside or {}),
             K(REF + "strategy_args.strategy_name", "equivalent", default="hf_infer"), K(REF + CONFIG + "param_dtype", "equivalent"))
     return renamed((Joint(f"dtype of the {role.strip('.')}", rows, layout.reference_dtype),), {REF: role})[0]
 
 
 def files(*more: Key) -> tuple[Key, ...]:
+    """Returns the rows of the files of training rows and of their template, and `more`."""
     return (K(TRAIN + DATA + "file_name", "equivalent", other=["a.json"]), K(TRAIN + DATA + "template", "equivalent", default="native"),
             K("global_template", "equivalent"), *more)
 
 
 def of_role(role: str) -> Table:
-    """Returns ROLL's table with the trained role under another name."""
+    """Returns ROLL's table with another name of the trained role, which ends with a dot (student.)."""
     return replace(TABLE, rules=renamed(TABLE.rules, {TRAIN: role}))
 
 

@@ -24,6 +24,9 @@ from jaxrl.migrate.table import Migration
 
 
 def lengths(m: Migration):
+    """Sets data.max_prompt_tokens, rollout.max_new_tokens and train.max_sequence_tokens from sequence_length, else from
+    prompt_length + response_length; in distillation on images from prompt_length alone. SFT truncates longer rows.
+    Raises Unreadable if no length is set, or one below 2."""
     sft, key = m.options["run.recipe"][0] == "sft", "sequence_length"
     longest, keys = m.integer(key), (key,)
     if _sees(m):  # its pipeline of images pads and bounds rows by this key alone
@@ -37,6 +40,7 @@ def lengths(m: Migration):
 
 
 def layout(m: Migration):
+    """Sets the mesh from the trained role's devices, or --gpus, and its parallel sizes."""
     train, (tp, pp, cp, ep) = devices(m, TRAIN), sizes(m)
     m.gpus = len(train) or m.gpus
     keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
@@ -44,7 +48,12 @@ def layout(m: Migration):
 
 
 def batch(m: Migration):
-    """Rows of an optimizer step: per device x accumulation x data-parallel ranks."""
+    """Sets data.prompts_per_step, the rows of an optimizer step (per device x accumulation x data-parallel ranks), and
+    train.tokens_per_microbatch.
+
+    Without devices and --gpus it counts one GPU, and asks for them. Devices that are no multiple of tp x pp x cp are
+    refused. Raises Unreadable for less than one row.
+    """
     tp, pp, cp, _ = sizes(m)
     keys = (PER_DEVICE, ACCUMULATION, TRAIN + "device_mapping", *MEGATRON[:3], ULYSSES)
     if not m.gpus:
@@ -71,6 +80,8 @@ def batch(m: Migration):
 
 
 def files(m: Migration):
+    """Sets data.path from the role's data_args.file_name; a chat template of ROLL's that the source names is noted as a
+    difference."""
     common.data_files(m, m.list(TRAIN + DATA + "file_name"), TRAIN + DATA + "file_name")
     names = {m.text(k) for k in ("global_template", TRAIN + DATA + "template")} - {"", "native"}
     if names:
@@ -95,6 +106,8 @@ def _text_alone(m: Migration, key: str):
 
 
 def sft_data(m: Migration):
+    """Sets data.path, prompt_column, completion_column and shuffle=False; a model with a tower reads no images
+    (data.image_column=""). If query_key or system_key is set, the user is asked to write the prompt into one column."""
     files(m)
     _text_alone(m, "response_key")
     parts = {"query_key": "behind the prompt and a line break", "system_key": "a row's system message"}
@@ -118,6 +131,8 @@ def _prompt(m: Migration, key: str, more: dict[str, str]):
 
 
 def pair_data(m: Migration):
+    """Sets data.path, data.prompt_column=instruction, chosen_column and rejected_column; a model with a tower reads no
+    images (data.image_column="")."""
     files(m)
     _text_alone(m, "chosen_key")
     m.set("data.prompt_column", "instruction", "chosen_key")
@@ -141,6 +156,9 @@ def _pictures(m: Migration):
 
 
 def distill_data(m: Migration):
+    """Sets data.path, prompt_column and completion_column. If prompt_key or system_key is set, the user is asked to
+    write the prompt into one column. On rows with images the columns and image sizes are those of ROLL's code, and the
+    user is asked to write its words into the prompts."""
     files(m)
     if _sees(m):
         _pictures(m)
@@ -151,6 +169,8 @@ def distill_data(m: Migration):
 
 
 def length_of_run(m: Migration):
+    """Sets data.epochs from num_train_epochs and, in DPO, train.steps from a max_steps above 0; otherwise marks
+    max_steps inert. Raises Unreadable for a part of an epoch, but in DPO, where it is dropped."""
     epochs, steps = m.number(TRAIN + ARGS + "num_train_epochs"), m.integer("max_steps")
     if epochs != int(epochs) and m.options["run.recipe"][0] != "preference":
         raise m.wrong(TRAIN + ARGS + "num_train_epochs", "a whole number, as this pipeline of ROLL does")
@@ -164,6 +184,8 @@ def length_of_run(m: Migration):
 
 
 def evaluation(m: Migration):
+    """Sets eval.sets, every_steps and before in DPO with held-out rows; otherwise turns evaluation off, and reports
+    held-out rows as not carried over."""
     held, every = VALID + DATA + "file_name", m.integer("eval_steps")
     found = [str(f) for f in m.list(held)]
     if m.options["run.recipe"][0] == "preference" and found:
@@ -181,6 +203,12 @@ def evaluation(m: Migration):
 
 
 def preference(m: Migration):
+    """Sets preference.loss (dpo, or ipo of sums of log-probs), preference.beta, label_smoothing (marked inert with ipo)
+    and reference.path, if the reference has another model than the policy.
+
+    Values of ipo, beta and label_smoothing that ROLL does not hand to its loss, and a learning rate that it schedules
+    over fewer steps, are noted as differences.
+    """
     ipo = m.flag("ipo")
     m.set("preference.loss", ("ipo" if ipo else "dpo",), "ipo")
     if ipo:
@@ -210,6 +238,14 @@ OBJECTIVES = {"forward_kl": "forward", "reverse_kl": "reverse", "js_divergence":
 
 
 def distillation(m: Migration):
+    """Sets teacher.path and distill.* for the divergence on the rows' completions: distill.loss by kd_objective, top_k,
+    the two temperatures (the teacher's is kd_temperature x teacher_temperature), on_prompt, and ce = 1 -
+    distill_loss_weight.
+
+    Another kd_objective is refused. What is noted as a difference: tokens outside top_k, prompts and image tokens in
+    the loss. Asks for a teacher that is not set, and for a max_grad_norm of 0 on FSDP. Raises Unreadable for a
+    distill_loss_weight that is not above 0 and at most 1.
+    """
     kind = m.text("kd_objective")
     if kind not in OBJECTIVES:
         m.lacks("kd_objective", f"{kind!r}: there are {', '.join(OBJECTIVES)} (distill.loss)", refuse=True)
@@ -270,7 +306,13 @@ SAMPLED = (
 
 
 def on_policy(m: Migration):
-    """The advantage of a token is minus the teacher's KL of it, k1 unless kl_penalty says otherwise."""
+    """Sets run.recipe=distill, distill.loss=sampled, distill.coef and teacher.path: the advantage of a token is minus
+    the teacher's KL of it, the difference of log-probs. Takes out what rules made of rewards, and sets
+    algorithm.old_logprobs=recompute with an init_kl_coef, unless force_disable_old_logprobs_recompute is set.
+
+    Several teachers, use_opd, the agentic pipeline and a kl_penalty other than kl are refused; whitening, entropy, a KL
+    and masks beside the teacher are reported as not carried over. Asks for a teacher that is not set.
+    """
     many = m.all(REF + "*.model_args.model_name_or_path")
     if many:
         tables = tuple(s.key.partition(".model_args.")[0] + "." for s in many)
@@ -334,7 +376,8 @@ def _name_of(role: str, pretrain: str, own: bool) -> str:
 
 
 def model(m: Migration):
-    """SFT's model is `pretrain` alone; a pair of roles has names of its own only where both have."""
+    """Sets model.path, or asks for it. SFT's model is `pretrain` alone. A pair of roles has names of its own only where
+    both have; otherwise `pretrain` counts, and the trained role's other name is marked inert."""
     other = {"preference": REF, "distill": "teacher."}.get(m.options["run.recipe"][0])
     own = bool(other) and _own_names(m, TRAIN, other)
     key = _name_of(TRAIN, "pretrain", own)

@@ -35,7 +35,8 @@ LENGTHS = ("prompt_length", "response_length", "sequence_length")
 
 
 def numbers(text) -> list[int]:
-    """A list of device numbers as ROLL writes it: [0, 1], '[0,1]', 'list(range(0,8)) + [9]'; nothing is executed."""
+    """Returns the device numbers of a list as ROLL writes it: [0, 1], '[0,1]', 'list(range(0,8)) + [9]'; nothing is
+    executed. Raises ValueError for anything else, more than 2000 characters, and a range of more than MOST_DEVICES."""
 
     def integers(nodes: list[ast.expr]) -> list[int]:
         return [n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int]
@@ -73,12 +74,14 @@ def numbers(text) -> list[int]:
 
 
 def devices(m: Migration, role: str) -> list[int]:
-    """The devices of a role; [] where the source sets none."""
+    """Returns the devices of a role (with its dot); [] where the source sets none. Raises Unreadable as
+    `devices_of`."""
     return devices_of(m, role + "device_mapping")
 
 
 def devices_of(m: Migration, key: str) -> list[int]:
-    """The devices that a key names; [] where it is not set."""
+    """Returns the devices that a key names; [] where it is not set. Raises Unreadable for another value than device
+    numbers, and for a device that is named twice."""
     value = m[key]
     if value is None:
         return []
@@ -92,7 +95,7 @@ def devices_of(m: Migration, key: str) -> list[int]:
 
 
 def sizes(m: Migration) -> tuple[int, int, int, int]:
-    """(tp, pp, cp, ep) of training."""
+    """Returns (tp, pp, cp, ep) of training. Without Megatron cp is ulysses_size, and the others are 1."""
     tp, pp, cp, ep = (m.integer(name) or 1 for name in MEGATRON)
     if "megatron" not in m.text(STRATEGY):
         tp = pp = ep = 1
@@ -101,6 +104,12 @@ def sizes(m: Migration) -> tuple[int, int, int, int]:
 
 
 def layout(m: Migration):
+    """Sets the mesh, the engine and the devices of both from the device_mapping of actor_train and actor_infer, else
+    --gpus.
+
+    Training and sampling take turns where either has no devices set or they share some, which is noted if they do not
+    share all. Otherwise each has its own, and jaxrl asks for servers if they need more hosts than one.
+    """
     train, infer = devices(m, TRAIN), devices(m, INFER)
     per, tp_sizes = m.integer("num_gpus_per_node"), sizes(m)
     used = set(train) | set(infer)
@@ -130,7 +139,8 @@ def layout(m: Migration):
 
 
 def master_weights(m: Migration):
-    """FSDP2 loads and learns parameters in its param_dtype (unset: fp32); others keep fp32 beside bf16."""
+    """Sets train.param_dtype: FSDP2 loads and learns parameters in its param_dtype; unset, or with another strategy, it
+    is fp32. A dtype other than fp32 and bf16 is reported as not carried over, and fp32 set."""
     key, kind = TRAIN + CONFIG + "param_dtype", _held(m, TRAIN)
     if kind not in ("fp32", "bf16"):
         m.lacks(key, f"{m[key]}: weights are held in float32 or bfloat16")
@@ -153,6 +163,8 @@ def _computes(m: Migration, role: str) -> tuple[str, str]:
 
 
 def compute_dtypes(m: Migration):
+    """Sets train.compute_dtype: with FSDP its param_dtype (unset: bf16), else model_args.dtype. A critic that computes
+    or learns in another dtype than the policy is reported as not carried over."""
     key, kind = _computes(m, TRAIN)
     m.set("train.compute_dtype", common.DTYPES.get(kind, kind), key)
     common.critics_dtype(m, _computes(m, CRITIC)[0], "train.compute_dtype")
@@ -162,14 +174,17 @@ def compute_dtypes(m: Migration):
 
 
 def reference_dtype(m: Migration):
+    """Sets reference.dtype, or in distillation teacher.dtype, if the job has such a model. One that computes in another
+    dtype than train.compute_dtype is a known difference."""
     key, kind = _computes(m, REF)
     role = "teacher" if m.options.get("run.recipe", ("rl",))[0] == "distill" else "reference"
     common.frozen_dtype(m, f"{role}.dtype", kind, key)
 
 
 def packed_tokens(m: Migration, pass_: str) -> tuple[int, tuple[str, ...]]:
-    """Returns the tokens of a micro-batch that Megatron packs by load, and their keys; 0 where it does not. pass_:
-    train or forward."""
+    """Returns the tokens of a micro-batch that Megatron packs by load, and their keys; (0, ()) where it does not, with
+    the keys marked inert or automatic. pass_: train or forward. Raises Unreadable if it packs by load and their number
+    is not set."""
     most, how = PACKING + f"max_packed_sequence_length_{pass_}", PACKING + "algorithm"
     on = m.flag(PACKS) and "megatron" in m.text(STRATEGY) and m.text(how) == "load_balance"
     if not on:
@@ -182,6 +197,9 @@ def packed_tokens(m: Migration, pass_: str) -> tuple[int, tuple[str, ...]]:
 
 
 def memory(m: Migration):
+    """Sets train.tokens_per_microbatch and, if it is another number or packed, score_tokens_per_microbatch: by dynamic
+    batching, by Megatron's packing, else per-device rows of the longest kind; never less than the longest sequence.
+    Sets mesh.roles.policy (rest streamed) if ROLL offloads parameters or optimizer state during use."""
     both = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     longest = m.facts.get(EPISODE, both)
     dynamic, most = TRAIN + "use_dynamic_batching_in_train", TRAIN + "max_tokens_per_microbatch_in_train"
@@ -228,6 +246,8 @@ def _rest(m: Migration):
 
 
 def checkpointing(m: Migration):
+    """Sets model.remat: with Megatron by recompute_granularity (selective is dots), else full or, with
+    disable_gradient_checkpointing, none. Another granularity is reported, and auto set."""
     off, kind = TRAIN + "model_args.disable_gradient_checkpointing", TRAIN + CONFIG + "recompute_granularity"
     if "megatron" in m.text(STRATEGY):
         m.mark(off, "inert", "megatron looks at recompute_granularity")
@@ -238,12 +258,16 @@ def checkpointing(m: Migration):
 
 
 def context(m: Migration):
+    """Sets rollout.vllm.max_model_len from the engine's max_model_len or, if prompt and completion together are longer
+    than that, train.max_sequence_tokens."""
     longest = m.integer(INFER + CONFIG + "max_model_len")
     if longest:
         common.context(m, longest, "rollout.vllm.max_model_len", INFER + CONFIG + "max_model_len")
 
 
 def engine_memory(m: Migration):
+    """Sets rollout.vllm.memory_fraction from SGLang's mem_fraction_static, or the gpu_memory_utilization of other
+    engines."""
     sglang = m.text(INFER + "strategy_args.strategy_name") == "sglang"
     key = INFER + CONFIG + ("mem_fraction_static" if sglang else "gpu_memory_utilization")
     if m[key] is not None:
@@ -251,7 +275,9 @@ def engine_memory(m: Migration):
 
 
 def engine_options(m: Migration):
-    """What is left of the engine's options are vLLM's own."""
+    """Sets rollout.vllm.engine_kwargs.* (limit_mm_per_prompt.image: data.max_images) from the options of vLLM that no
+    other row has read. Options of another engine, null and other limits are marked inert; speculative decoding is
+    reported as not carried over."""
     own = m.text(INFER + "strategy_args.strategy_name") in ("vllm", "")
     for s in (*m.all(INFER + CONFIG + "*"), *m.all(INFER + CONFIG + "limit_mm_per_prompt.*")):
         if own and s.value is not None:
@@ -261,6 +287,8 @@ def engine_options(m: Migration):
 
 
 def ahead(m: Migration):
+    """Sets rollout.max_staleness to async_generation_ratio, rounded up; a ratio that is not whole is noted as a
+    difference. Colocated engines sample nothing ahead: 0 is set, and the ratio reported as not carried over."""
     ratio = m.number("async_generation_ratio")
     steps = math.ceil(ratio)
     if steps and m.options.get("rollout.placement", ("",))[0] == "colocated":
@@ -278,7 +306,9 @@ def ahead(m: Migration):
 
 
 def routes(m: Migration):
-    """Sets the sampler's experts in the update (R3), which ROLL replays with Megatron alone."""
+    """Sets algorithm.routes=sampled for router_replay.mode=R3, which replays the sampler's experts in the update; with
+    Megatron alone, as in ROLL. vLLM's prefix cache then stays on, with a note if the source turns it off. Another mode
+    is reported as not carried over."""
     key = TRAIN + "router_replay.mode"
     kind = m.choice(key, {"disable": "", "": "", "R3": "sampled"})
     if kind and m.text(STRATEGY) == "megatron_train":

@@ -31,8 +31,9 @@ def batch(m: Migration):
 
 
 def prompts_of_step(m: Migration, prompts: int, group: int, group_key: str, filled: bool = False):
-    """Sets the batch. Mini-batches are sequences per device x accumulation x data-parallel ranks. filled: whether the
-    source copies sequences until they make one."""
+    """Sets data.prompts_per_step, rollout.group_size (group, by group_key), algorithm.ppo_epochs and num_minibatches,
+    of per-device sequences x accumulation x data-parallel ranks. Refuses those that are not whole groups; without
+    devices asks for --gpus. filled: whether the source copies sequences until they make one; noted where it does."""
     common.batch(m, prompts, group, ("rollout_batch_size",), group_key)
     epochs = m.integer("ppo_epochs")
     m.set("algorithm.ppo_epochs", epochs, "ppo_epochs")
@@ -120,6 +121,8 @@ OLD_NORM = ("reward_norm", "reward_shift", "reward_scale")
 
 
 def advantage(m: Migration):
+    """Sets algorithm.advantage, reward norms and what `normalised` sets, for gae, grpo, reinforce; refuses other
+    estimators and norms. Notes groups of one, which are not normed, and norms that ROLL takes within a domain."""
     name, group = m.text("adv_estimator"), m.integer("num_return_sequences_in_group")
     if name not in ("gae", "grpo", "reinforce"):
         m.lacks(
@@ -140,8 +143,9 @@ def advantage(m: Migration):
 
 
 def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, tuple[str, ...]], group: int):
-    """Sets the advantage of an estimator, gae or reinforce's kin, of rewards that are brought to norms (mean, std) by
-    their keys."""
+    """Sets the advantage (gae; returns with a KL in the reward or gamma not 1, else outcome), its gamma and lam, the
+    norms, bounds and gae's critic. norms: {mean, std: none, group or batch}, in gae of rewards; keys: the source's of
+    each. group: completions of a prompt."""
     kind = "gae" if name == "gae" else "returns" if kl_in_reward(m) or m.number("gamma") != 1 else "outcome"
     m.set("algorithm.advantage", kind, "adv_estimator", "add_token_level_kl", "gamma")
     for option, value in norms.items():
@@ -162,7 +166,7 @@ def normalised(m: Migration, name: str, norms: dict[str, str], keys: dict[str, t
 
 
 def bounded(m: Migration, norms: dict[str, str], group: int):
-    """Sets what is done to advantages and rewards beside their norms."""
+    """Sets algorithm.whiten, advantage_low, _high and reward.clip (inert or reported beside norms; see normalised)."""
     m.set("algorithm.whiten", m.flag("whiten_advantages"), "whiten_advantages")
     clip = m.number("advantage_clip")
     if clip:
@@ -252,6 +256,8 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration, ratio_key: str = "importance_sampling"):
+    """Sets algorithm.policy_loss by ActorPGWorker's pg_variant (else ppo), bounds, ratio (by ratio_key), entropy_coef,
+    and aggregation by loss_agg_mode. Refuses another variant; reports other modes, ratios and topr's weights."""
     kind = m.choice("loss_agg_mode", AGGREGATIONS)
     versions, dynamic = m.table.versions, TRAIN + "use_dynamic_batching_in_train"
     if kind == "token_mean" and versions.index(m.version) < versions.index("0.2.0"):
@@ -314,14 +320,15 @@ def divisor(m: Migration, tokens: int) -> float:
 
 
 def kl_in_reward(m: Migration) -> bool:
-    """Whether a KL is subtracted from every token's reward. The agentic pipeline of 0.1.0 and 0.1.1 does so whatever
-    add_token_level_kl says."""
+    """Returns whether a KL is subtracted from every token's reward: add_token_level_kl; in the agentic pipeline of
+    0.1.0 and 0.1.1 whenever init_kl_coef is not 0."""
     always = m.table.job == "agentic" and m.version in ("0.1.0", "0.1.1")
     return bool(m.number("init_kl_coef")) if always else m.flag("add_token_level_kl")
 
 
 def kl(m: Migration):
-    """k3 in the loss where use_kl_loss has a coefficient, which is 0 unless it is set; or in the reward."""
+    """Sets algorithm.kl.*: low_var in the loss by use_kl_loss and kl_loss_coef (0 unless set), or kl_penalty in the
+    reward; both are refused. Reports a target_kl of the latter; without it, an rl_loss_coef but 1 (0 is refused)."""
     in_loss, in_reward = m.flag("use_kl_loss"), kl_in_reward(m)
     coef, reward = (m.number("kl_loss_coef") if in_loss else 0.0), (m.number("init_kl_coef") if in_reward else 0.0)
     if coef and reward:
@@ -340,6 +347,8 @@ def kl(m: Migration):
 
 
 def masks(m: Migration):
+    """Sets algorithm.mask_truncated, dynamic_sampling and keep_group (a file) from query_filter_config, else
+    difficulty_mask. Refuses other filters than mean_filter and std_filter; reports those that differ by domain."""
     m.set("algorithm.mask_truncated", m.flag("max_len_mask"), "max_len_mask")
     if m.flag("max_len_mask"):
         m.differs("completions that are cut add no loss, but stay in the denominators; ROLL takes them out there, too")
@@ -406,6 +415,8 @@ def _filters(m: Migration, means):
 
 
 def mismatch(m: Migration):
+    """Sets algorithm.old_logprobs (recompute or auto), and mismatch.correction and cap from is_weight. Reports filters,
+    weights without upper_bound, and force_disable_old_logprobs_recompute beside several updates."""
     c = "train_infer_correction.is_weight."
     if m.flag(c + "enabled"):
         kind = m.choice(
@@ -436,7 +447,8 @@ def sampling(m: Migration):
 
 
 def drawn_by(m: Migration, at: str):
-    """Sets how completions are drawn, by the table of generating_args of a role."""
+    """Sets rollout.temperature, top_p, top_k, repetition_penalty and stop from a role's generating_args (prefix `at`),
+    and the trainer's temperature 1 as common.temperatures; refuses greedy sampling."""
     values = drawn(m, at)
     for option, (value, *keys) in values.items():
         m.set(f"rollout.{option}", value, *keys)
@@ -455,7 +467,8 @@ def drawn_by(m: Migration, at: str):
 
 
 def drawn(m: Migration, at: str) -> dict:
-    """Sampling options of a role: option -> (value, keys)."""
+    """Returns {option: (value, *keys)} of a role's generating_args (prefix `at`): temperature (0: greedy), top_p, top_k
+    (-1: all) and repetition_penalty. Refuses num_beams above 1."""
     greedy = not m.flag(at + "do_sample")
     top_k = m.integer(at + "top_k")
     if (m.integer(at + "num_beams") or 1) > 1:

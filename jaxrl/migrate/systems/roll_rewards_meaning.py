@@ -76,6 +76,13 @@ Reply with YES if they are the same, else, or if the solution is incomplete, wit
 
 
 def reward(m: Migration):
+    """Sets data.answer_column, reward.functions, and data.sources of domains by domain_interleave_probs.
+
+    Without workers, whose names are then asked for, or if all domains are of math, the function is `math`. Otherwise it
+    is a file with the rule of each domain, and errors in place of rewards that the user is asked to write. LLM judges
+    become reward.judge, or reward.judges if their settings differ, and eval.rewards is then the file alone. Shares of
+    domains without tags, or without files, are asked for.
+    """
     workers = {s.key.split(".")[1]: str(s.value) for s in m.all("rewards.*.worker_cls")}
     tags = {str(t): s.key.split(".")[1] for s in m.all("rewards.*.tag_included") for t in (s.value or [])}
     kinds = {domain: KINDS.get(worker.rpartition(".")[2], "") for domain, worker in workers.items()}
@@ -125,11 +132,12 @@ def _file(m: Migration, workers: dict, tags: dict, kinds: dict) -> dict[str, str
 
 
 class Judge:
-    """What is written of one judge.
+    """Holds what the source says of one LLM judge, and where its options are written.
 
     Attributes:
       place: reward.judge or reward.judges.NAME. at: the domain's table, with a dot. found: its keys there -> values.
-      taken: devices of the judges before it. set: (option, value, *keys), of an option of the judge.
+      taken: devices of the judges before it; its own are added. set: sets (option, value, *keys), of an option of the
+      judge. file: name of its prompt's file.
     """
 
     def __init__(self, m: Migration, domain: str, place: str, taken: set[int], set_: Callable):
