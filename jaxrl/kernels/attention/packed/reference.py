@@ -32,6 +32,7 @@ def visible(ids: Ids, window):
     """Returns the mask of api.attention, bool [B, L, S]: True where the query sees the key. More leading axes
     broadcast.
 
+    It sees keys up to its position (or reach), less than `window` positions before it, of its segment or its prefix.
     Padding (segment 0) is no exception here: a padding query sees the padding keys before it.
 
     Args:
