@@ -38,7 +38,7 @@ def clipped_policy_loss(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds (DAPO, arXiv 2503.14476).
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       clip_low, clip_high: distances of the bounds of r from 1.
       log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py); None = that difference.
@@ -93,7 +93,7 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
     No token loses its gradient. With old = the sampler's log-prob this is AIPO (LlamaRL, arXiv 2505.24034).
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       max_ratio, min_ratio: absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). The paper
         has no lower bound (min_ratio 0).
@@ -116,7 +116,7 @@ def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
     (1 - s), s the sigmoid: 1 at r = 1, falling on both sides. Nothing is clipped.
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       tau_pos, tau_neg: temperatures of the gate.
       log_ratio: log r in place of logp - old; None = that difference.
@@ -139,7 +139,7 @@ def dppo_loss(logp, old, advantage, mask, low, high):
     in its authors' code. The paper's old is the sampler's log-prob.
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       low, high: largest fall and rise of the token's probability.
 

@@ -89,8 +89,8 @@ def sequence_ratio_mask(behaviour_T, old_T, mask_T, offsets, low: float, high: f
 
 
 class StepTokens(NamedTuple):
-    """The inputs of a token mask: one step's T tokens of N sequences, host numpy. Sequence i, prompt and completion,
-    owns tokens [offsets[i], offsets[i+1])."""
+    """The inputs of a token mask: the T tokens of a step's N trajectories, host numpy. Trajectory i, prompt and
+    completion, owns tokens [offsets[i], offsets[i+1])."""
 
     tokens: Any  # [T] ids
     mask: Any  # [T] bool: the policy sampled the token

@@ -35,7 +35,8 @@ def tokens_per_room(length: int) -> int:
 
 
 def room(length: int) -> int:
-    """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments."""
+    """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments. Rows that need
+    more do not fit (`chunks_of`)."""
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
 
 

@@ -46,7 +46,8 @@ class Work:
 class Call:
     """The static part of a call, and the layout of a word of the work list.
 
-    From the highest bits, a word holds: place, whether it is a tile's (1 bit), and the start in units."""
+    From the highest bits, a word holds: place, whether it is a tile's (1 bit), and the start in units. window, softcap
+    (0 = none) and scale are those of `attention`."""
 
     block: int   # positions
     length: int  # of the cache
