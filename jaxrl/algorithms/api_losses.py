@@ -75,8 +75,8 @@ def token_losses(logp, sampled_logp, advantage, weight, number, low, high, seque
 
     Args:
       logp: current log-probs in nats; take gradients by them alone.
-      sampled_logp, advantage: log-probs (nats) under the policy that sampled, and advantages; 0 (or finite) where it is
-        cross_entropy, which does not use them.
+      sampled_logp, advantage: log-probs (nats) under the policy that sampled, and advantages; finite also where the
+        loss is cross_entropy, which does not use them (0).
       weight: w, the factor of every loss; 1 where the user gives none.
       number: int, ApiLoss.number of each token's loss.
       low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
