@@ -30,7 +30,9 @@ def register_advantage(name: str):
             return [float(s == best[g]) for s, g in zip(inputs.scores, inputs.groups)]
 
     The function returns one number per trajectory [N] or per token [T]. jaxrl sets it to 0 at tokens outside loss_mask
-    and in trajectories without a score, then whitens and clips. Raises ValueError if another function has the name.
+    and in trajectories without a score, then whitens and clips if algorithm.whiten, advantage_low and advantage_high
+    say so. The decorator returns the function; it raises ValueError if another registered function has the name. Under
+    the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
     """
 
     def register(function):
@@ -42,7 +44,7 @@ def register_advantage(name: str):
 
 
 def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_N=None):
-    """A_i = (R_i - baseline) / (std + 1e-6), baseline and std chosen independently.
+    """Computes advantages relative to a group: A_i = (R_i - baseline) / (std + 1e-6), baseline and std by choice.
 
         mean           baseline                                          mean + std is
         none           0                                                 none: REINFORCE
@@ -60,9 +62,9 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
     ddof 1 (group_population: ddof 0). If those scores are all equal, or fewer than two, the advantage is not divided.
 
     Groups may be of any size. A missing score (not finite: the reward failed or did not apply; with greedy also
-    where the baseline is) is left out of all statistics and gets advantage 0. Scores equal to their baseline up to
-    rounding give exactly 0: with mean group and leave_one_out the members of a group that differ by less than 1e-8
-    or are fewer than two.
+    where the baseline is) is left out of all statistics and gets advantage 0. The advantage is exactly 0, too, with
+    mean group and leave_one_out in groups of fewer than two scores or whose scores differ by less than 1e-8, and with
+    mean batch and greedy where a score is within 1e-8 of its baseline.
 
     Args:
       scores_N: [N] one score per trajectory, NaN = absent.
@@ -71,7 +73,8 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
       baseline_N: [N] score of the greedy completion of each one's prompt; read with mean="greedy" only.
 
     Returns:
-      (advantages_N float64, zero_signal_N bool): the second marks the members of groups whose advantages are all 0.
+      (advantages_N float64, zero_signal_N bool): the second marks the members of groups whose advantages are all 0,
+        groups without any score included.
 
     Raises ValueError for unknown names and where baseline_N is missing.
     """
@@ -103,8 +106,8 @@ def group_advantages(scores_N, groups_N, *, mean="group", std="group", baseline_
 
 
 def preferred_advantages(scores_N, groups_N, ratios_N, beta: float):
-    """Advantages with which REINFORCE has the gradient of DPO on the best and the worst completion of each group
-    (OAIF, arXiv 2402.04792; DPO: 2305.18290, eq. 7):
+    """Computes the advantages with which REINFORCE has the gradient of DPO on the best and the worst completion of each
+    group (OAIF, arXiv 2402.04792; DPO: 2305.18290, eq. 7):
 
         A_best = beta * sigmoid(-beta * (x_best - x_worst)) * N / P        A_worst = -A_best        else 0
 
@@ -275,8 +278,8 @@ def whiten(advantages_T, mask_T, groups_T=None, mean="step", std="step"):
     Args:
       advantages_T: [T], read at loss tokens.
       mask_T: [T] bool, loss tokens.
-      groups_T: [T] prompt group of each token, for the level "group".
-      mean, std: of which tokens: "step", "group", or "none" (0 and 1).
+      groups_T: [T] prompt group of each token, needed for the level "group"; None = not read.
+      mean, std: of which tokens: "step", "group", or "none" (0 and 1). Other names are not refused: they mean "step".
     """
     mask = np.asarray(mask_T, bool)
     values = np.asarray(advantages_T, np.float64)[mask]
@@ -311,7 +314,7 @@ def _scored(mask, offsets):
 
 
 def clip_advantages(advantages, low, high):
-    """Returns the advantages within [low, high], any shape, float64; None = no bound on that side."""
+    """Clips advantages of any shape to [low, high], as float64; None = no bound on that side."""
     low, high = -np.inf if low is None else low, np.inf if high is None else high
     return np.clip(np.asarray(advantages, np.float64), low, high)
 
@@ -322,8 +325,9 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
     ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
     shares with any completion of its group whose score differs (by 1e-8 or more), if that has at least `minimum`
-    tokens, counted from the end of the prompt. A completion that is a prefix of a longer one loses all its tokens. True
-    on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take no part.
+    tokens, counted from the end of the prompt. A completion that another one with a different score begins with loses
+    all its tokens. True on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take
+    no part.
 
     Args:
       tokens_T: [T] int ids, prompt then completion of each sequence.

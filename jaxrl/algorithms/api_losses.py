@@ -1,20 +1,7 @@
 """Losses of the training service, as the protocol documents them: sums over tokens, without any denominator.
 
-With logp the log-prob of a target under the current policy, q under the policy that sampled it, r = exp(logp - q), A
-the advantage and w the weight (1 where none is given), a token's loss is
-
-    cross_entropy         -w logp
-    importance_sampling   -w r A
-    ppo                   -w min(r A, clip(r, low, high) A)
-    cispo                 -w stop_gradient(clip(r, low, high)) A logp
-    dro                   -w (A logp - beta / 2 (logp - q)^2)
-    gspo                  -w min(s A, clip(s, low, high) A), s = exp(mean of logp - q over the marked tokens of the
-                          sequence); its gradient at a token is s * that of the token's own logp
-
-cispo: MiniMax-M1, arXiv 2506.13585. dro: Richemond et al., arXiv 2405.19107, without its value term. gspo: GSPO-token,
-Zheng et al., arXiv 2507.18071, equations 13 and 14.
-
-Which loss a token has, and its thresholds, are data: one program serves them all. Called by service.trainer.
+The formulas are those of `token_losses`. Which loss a token has, and its thresholds, are data: one program serves them
+all. Called by service.trainer.
 """
 
 from __future__ import annotations
@@ -30,9 +17,9 @@ class ApiLoss(NamedTuple):
 
     Attributes:
       number: how a token names it in the column "loss".
-      tensors: names of the inputs that it needs besides the target tokens.
-      thresholds: names of its one or two options, "low" and "high" of token_losses, with their defaults; None = has to
-        be given.
+      tensors: names of the inputs that it needs besides the target tokens; () = none.
+      thresholds: its options (none, one or two), in the order of token_losses' `low` and `high`, with their defaults;
+        None = has to be given.
     """
 
     number: int
@@ -69,16 +56,28 @@ def mean_by_sequence(values_RxS, marked_RxS, sequences_RxS):
 
 
 def token_losses(logp, sampled_logp, advantage, weight, number, low, high, sequence_gap):
-    """Computes the loss of each token in nats, by the formulas at the head of the module; nothing is summed or
-    averaged.
+    """Computes the loss of each token; nothing is summed or averaged.
 
-    Arrays have one shape.
+    With q = sampled_logp, r = exp(logp - q), A the advantage and w the weight it is
+
+        cross_entropy         -w logp
+        importance_sampling   -w r A
+        ppo                   -w min(r A, clip(r, low, high) A)
+        cispo                 -w stop_gradient(clip(r, low, high)) A logp
+        dro                   -w (A logp - beta / 2 (logp - q)^2)
+        gspo                  -w min(s A, clip(s, low, high) A), s = exp(mean of logp - q over the marked tokens of the
+                              sequence); its gradient at a token is s * that of the token's own logp
+
+    cispo: MiniMax-M1, arXiv 2506.13585. dro: Richemond et al., arXiv 2405.19107, without its value term. gspo:
+    GSPO-token, Zheng et al., arXiv 2507.18071, equations 13 and 14.
+
+    Arrays, the result too, have one shape.
 
     Args:
-      logp: current log-probs in nats; gradients flow through them alone.
-      sampled_logp, advantage: log-probs under the policy that sampled, and advantages; 0 where the loss is
-        cross_entropy, which does not use them.
-      weight: factor of every loss.
+      logp: current log-probs in nats; take gradients by them alone.
+      sampled_logp, advantage: log-probs (nats) under the policy that sampled, and advantages; finite also where the
+        loss is cross_entropy, which does not use them (0).
+      weight: w, the factor of every loss; 1 where the user gives none.
       number: int, ApiLoss.number of each token's loss.
       low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
       sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence (`mean_by_sequence`),

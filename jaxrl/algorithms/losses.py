@@ -38,10 +38,10 @@ def clipped_policy_loss(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds (DAPO, arXiv 2503.14476).
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       clip_low, clip_high: distances of the bounds of r from 1.
-      log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py).
+      log_ratio: [...] log r to use instead of logp - old (sequence levels, see ratios.py); None = that difference.
       dual_clip: c > 1: where A < 0 the loss is at most -c A (dual-clip PPO, arXiv 1912.09729); 0 = off.
       delta: r of the first branch is min(r, delta), delta >= 1 + clip_high (INTELLECT-2, arXiv 2505.07291); 0 = off.
 
@@ -73,7 +73,8 @@ def gmpo_loss(logp, old, advantage, mask, sequences, clip_low, clip_high):
     Args:
       logp, old: [R, S] current and proximal log-probs in nats. advantage, mask: [R, S] A and bool (loss tokens).
       sequences: [R, S] int, id of the slot's sequence within its row, 0 = unused.
-      clip_low, clip_high: bounds on the log-ratio, in nats (the paper: 0.4).
+      clip_low, clip_high: bounds on a token's log-ratio in nats (the paper: 0.4): at most clip_high where A > 0, at
+        least -clip_low where A < 0.
 
     Returns:
       (loss, stats): `ratio` is the geometric mean; `clipped_low`, `clipped_high` are 1 where the token is at a bound;
@@ -92,7 +93,7 @@ def cispo_loss(logp, old, advantage, mask, max_ratio, min_ratio, *, log_ratio=No
     No token loses its gradient. With old = the sampler's log-prob this is AIPO (LlamaRL, arXiv 2505.24034).
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       max_ratio, min_ratio: absolute ratios (TRL's epsilon_high; verl, SkyRL and slime count theirs from 1). The paper
         has no lower bound (min_ratio 0).
@@ -115,11 +116,13 @@ def sapo_loss(logp, old, advantage, mask, tau_pos, tau_neg, *, log_ratio=None):
     (1 - s), s the sigmoid: 1 at r = 1, falling on both sides. Nothing is clipped.
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old). advantage, mask: of the same shape.
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
+      advantage, mask: A and bool (loss tokens), of the same shape.
+      tau_pos, tau_neg: temperatures of the gate.
       log_ratio: log r in place of logp - old; None = that difference.
 
     Returns:
-      (loss, stats): loss with the shape of logp, 0 where mask is false."""
+      (loss, stats): loss with the shape of logp, 0 where mask is false; stats["ratio"] is r, stats["clipped"] is 0."""
     advantage = jnp.where(mask, advantage, 0)
     ratio = masked_exp(logp - old if log_ratio is None else log_ratio, mask)
     tau = jnp.where(advantage > 0, tau_pos, tau_neg).astype(ratio.dtype)
@@ -136,7 +139,7 @@ def dppo_loss(logp, old, advantage, mask, low, high):
     in its authors' code. The paper's old is the sampler's log-prob.
 
     Args:
-      logp, old: current and proximal log-probs in nats, r = exp(logp - old).
+      logp, old: current and proximal log-probs in nats, r = exp(logp - old), linear above 20 nats.
       advantage, mask: A and bool (loss tokens), of the same shape.
       low, high: largest fall and rise of the token's probability.
 
@@ -275,7 +278,7 @@ def _pg(t: Tokens, cfg):
 
 
 class PolicyLoss(NamedTuple):
-    """An entry of POLICY_LOSSES.
+    """A policy loss and what it may be configured with: an entry of POLICY_LOSSES. Calling it calls `function`.
 
     Attributes:
       function: f(tokens: Tokens, cfg) -> (loss, stats), see `register_policy_loss`.
@@ -291,7 +294,10 @@ class PolicyLoss(NamedTuple):
     unbiased: bool = False
 
     def __call__(self, tokens: Tokens, cfg):
-        """Returns (loss, stats) of tokens. Raises ValueError for a ratio that the loss does not take."""
+        """Returns (loss [R, S] of each token, not aggregated, 0 where masked; stats: name -> [R, S]).
+
+        cfg: the options below `algorithm`. Raises ValueError if cfg.ratio is none of `ratios`, and `clip` also for
+        dual_clip or delta with ratio geometric."""
         if self.ratios and cfg.ratio not in self.ratios:
             raise ValueError(f"ratio={cfg.ratio!r}: this policy loss takes {' or '.join(self.ratios)}")
         return self.function(tokens, cfg)
@@ -320,7 +326,8 @@ def register_policy_loss(name: str):
     `tokens` is a Tokens, cfg has the attributes clip_low, clip_high, dual_clip, delta, ratio, cispo_max_ratio,
     cispo_min_ratio, sapo_tau_pos, sapo_tau_neg, dppo_low, dppo_high, and user, the table config.user. The loss returns
     per-token (loss, stats), 0 where masked, not aggregated. Mask before exp, log and division (jnp.where(mask, x, 0)):
-    masked entries of the arrays are undefined. Raises ValueError if another function has the name.
+    masked entries of the arrays are undefined. The decorator returns the function; it raises ValueError if another
+    function, a built-in one too, has the name.
     """
 
     def register(function):

@@ -23,7 +23,8 @@ def masked_exp(x, mask):
 
 
 def masked_expm1(x, mask):
-    """Returns `masked_exp(x, mask)` - 1 where mask is true, else 0, without cancellation at small x."""
+    """Returns exp(x) - 1 where mask is true, else 0, without cancellation at small x; linear above MAX_LOG as
+    `masked_exp`. x and mask have one shape."""
     x = jnp.where(mask, x, 0)
     bounded = jnp.minimum(x, MAX_LOG)
     return jnp.where(mask, jnp.expm1(bounded) + jnp.exp(bounded) * (x - bounded), 0)
@@ -34,7 +35,8 @@ def sequence_sum(x_RxS, sequences_RxS):
 
     Args:
       x_RxS: [R, S]; anything at unused slots.
-      sequences_RxS: [R, S] int, id of the slot's sequence within its row, 0 = unused."""
+      sequences_RxS: [R, S] int, id of the slot's sequence within its row: at most S and not falling along the row, 0 =
+        unused, wherever they are."""
     used = sequences_RxS > 0
     slots = x_RxS.shape[1]
 
@@ -53,7 +55,9 @@ def sequence_mean(x_RxS, mask_RxS, sequences_RxS):
     The denominator is max(count, 1): 0 for a sequence that is masked throughout, and at unused slots.
 
     Args:
-      x_RxS: [R, S] over packed slots. mask_RxS: [R, S] bool.
-      sequences_RxS: [R, S] int, id of the slot's sequence within its row, 0 = unused."""
+      x_RxS: [R, S] float over packed slots, whose dtype the result has; anything where masked.
+      mask_RxS: [R, S] bool.
+      sequences_RxS: [R, S] int, id of the slot's sequence within its row: at most S and not falling along the row, 0 =
+        unused, wherever they are."""
     total = sequence_sum(jnp.where(mask_RxS, x_RxS, 0), sequences_RxS)
     return total / jnp.maximum(sequence_sum(mask_RxS.astype(total.dtype), sequences_RxS), 1)

@@ -64,7 +64,7 @@ class PreferenceBatch(NamedTuple):
         return values_N[self.table.chosen], values_N[self.table.rejected]
 
     def pairs(self, loss_P, slope_c, slope_w):
-        """Returns (mean of the pairs' losses, its derivative by s, float64 [N]).
+        """Returns (mean of the pairs' losses, 0 without pairs; its derivative by s, float64 [N]).
 
         Args:
           loss_P: [P] loss of each pair.
@@ -336,22 +336,24 @@ def kto(batch: PreferenceBatch):
 
 
 def apo_zero_unpaired(batch: PreferenceBatch):
-    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0.
+    """Computes APO-zero of unpaired completions (arXiv 2408.06266): `kto` with z0 = 0, the mean over completions of
+    weight (1 - sigmoid(v)), v = beta x for good completions and -beta x for others.
 
-    Returns (mean over completions, its derivative by s, [N] float64).
+    weight = desirable_weight for good completions, else undesirable_weight; the divisor is N, not the sum of weights.
+    Returns (that mean, its derivative by s, [N] float64); symbols: PreferenceBatch.
     """
     return kto(batch._replace(z0=0.0))
 
 
 class Loss(NamedTuple):
-    """A row of LOSSES.
+    """A preference loss and what it reads: an entry of LOSSES.
 
     Attributes:
-      function: PreferenceBatch -> (loss, dloss/ds [N]).
+      function: PreferenceBatch -> (loss, dloss/ds [N] float64).
       unpaired: reads completions with labels (a pair counts as a good and a bad one); False = reads pairs.
-      reference: reads r.
-      per_token: its reward is per token.
-      needs: the option that must be on; "" = none.
+      reference: reads r, the reference's log-probs.
+      per_token: the reward that metrics show for it is divided by the completion's tokens.
+      needs: the option below `preference` that must be on; "" = none.
       options: those below `preference` that it reads.
     """
 
@@ -392,7 +394,8 @@ LOSSES: dict[str, Loss] = {
 def weighted(options) -> dict[str, float]:
     """Returns {name of a loss: its weight} for the options below `preference`.
 
-    Weights are loss_weights, or 1 each if there are none; rpo_alpha is added to the weight of `nll`.
+    Weights are loss_weights, or 1 each if there are none; rpo_alpha is added to the weight of `nll`. Raises ValueError
+    if loss_weights has another length than loss.
     """
     weights = options.loss_weights or (1.0,) * len(options.loss)
     out = dict(zip(options.loss, weights, strict=True))
@@ -417,10 +420,10 @@ def preference_loss(policy_N, reference_N, lengths_N, table: Table, options, z0:
 
     Returns:
       (loss, dloss/ds [N] float64, metrics). The reward of a completion is the first loss's: beta x, of cpo and nll
-      beta s, of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other completions.
-      reward/margin is their difference, over pairs if there are any; reward/accuracy is the share of pairs whose chosen
-      completion has the larger reward, ties counting half. With several losses loss/<name> is each one's value before
-      its weight.
+      beta s, of simpo and orpo beta m. reward/chosen and reward/rejected are its means over good and other completions,
+      absent where there are none. reward/margin is the mean difference over pairs; without pairs the difference of the
+      two means, absent if one is. reward/accuracy is the share of pairs whose chosen completion has the larger reward,
+      ties counting half; absent without pairs. With several losses loss/<name> is each one's value before its weight.
     """
     s = np.asarray(policy_N, np.float64)
     r = np.zeros(len(s)) if reference_N is None else np.asarray(reference_N, np.float64)

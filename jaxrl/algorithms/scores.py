@@ -19,7 +19,7 @@ def bradley_terry(scores_N, chosen_P, rejected_P, margin_P: ArrayLike = 0.0, cen
 
     Args:
       scores_N: [N] score s of each sequence.
-      chosen_P, rejected_P: indices into the scores, one pair each.
+      chosen_P, rejected_P: [P] int indices into the scores, one pair each; P at least 1.
       margin_P: [P] or one number: by how much the chosen one must be ahead.
       center: pulls the sum of a pair's scores to 0, >= 0; without it scores are defined up to a constant.
 
@@ -47,8 +47,9 @@ def step_labels(scores_S, labels_S):
       labels_S: [S] 1 = right, 0 = wrong, or a probability between.
 
     Returns:
-      (loss, dloss/ds [S] float64, metrics: accuracy = share of steps on the right side of 0, margin = mean score of
-        the right steps (label above 1/2) less that of the others; absent where there are none of either)."""
+      (loss, dloss/ds [S] float64, metrics: accuracy = share of steps whose score is above 0 where the label is above
+        1/2, else at most 0; margin = mean score of the steps with a label above 1/2 less that of the others, absent
+        unless there are both)."""
     scores, labels = np.asarray(scores_S, np.float64), np.asarray(labels_S, np.float64)
     loss = (np.logaddexp(0.0, scores) - labels * scores).mean()
     derivative = (np.exp(-np.logaddexp(0.0, -scores)) - labels) / len(scores)

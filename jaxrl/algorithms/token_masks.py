@@ -89,8 +89,8 @@ def sequence_ratio_mask(behaviour_T, old_T, mask_T, offsets, low: float, high: f
 
 
 class StepTokens(NamedTuple):
-    """What a token mask sees of a step: T tokens of N completions; completion i owns tokens [offsets[i], offsets[i+1]).
-    """
+    """The inputs of a token mask: the T tokens of a step's N trajectories, host numpy. Trajectory i, prompt and
+    completion, owns tokens [offsets[i], offsets[i+1])."""
 
     tokens: Any  # [T] ids
     mask: Any  # [T] bool: the policy sampled the token
@@ -103,7 +103,7 @@ class StepTokens(NamedTuple):
 
 
 class TokenMask(NamedTuple):
-    """A row of TOKEN_MASKS.
+    """A mask of tokens that get no policy loss, and what it reads: an entry of TOKEN_MASKS.
 
     Attributes:
       function: StepTokens -> bool [T], False on the tokens that add no policy loss.

@@ -28,7 +28,8 @@ class AdvantageInputs(NamedTuple):
     """The inputs of an advantage function: host numpy arrays of one step, N trajectories and T tokens.
 
     Trajectory i owns tokens [offsets[i], offsets[i+1]), prompt and observations included: only tokens where `mask` is
-    true were sampled. Log-probs are in nats, of the sampled tokens.
+    true were sampled. Log-probs are in nats, of the sampled tokens. With kl.placement=reward, kl.coef times the KL of a
+    trajectory is subtracted from its score.
     """
 
     scores: Any  # [N] float64, shaped rewards; NaN = absent

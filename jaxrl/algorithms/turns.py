@@ -103,10 +103,12 @@ def anchor_advantages(rewards_T, turn_T, anchor_T, mask_T, offsets, groups_N, pr
       mask_T: [T] bool, loss tokens. offsets: [N+1]; trajectory i owns tokens offsets[i]:offsets[i+1].
       groups_N: [N] group of each trajectory. present_N: [N] bool; those absent are no members and get 0.
       gamma: discount per turn.
-      mean, std: names of `group_advantages` (the paper's F_norm is the std or 1; std with ddof 1, plus 1e-6).
+      mean, std: names of `group_advantages`, taken of anchor groups (the paper's F_norm is the std or 1; std with ddof
+        1, plus 1e-6).
 
-    The result is 0 where not scored, outside mask_T, without an anchor state, and where a turn is alone in its state or
-    all there have the same to go (within 1e-8). Raises ValueError for a loss token whose turn is negative.
+    The result is 0 where not scored, outside mask_T and without an anchor state; with mean group or leave_one_out also
+    where a turn is alone in its state or all there have the same to go (within 1e-8). Raises ValueError for a loss
+    token whose turn is negative, for unknown names and for mean greedy.
     """
     cells = _cells(turn_T, mask_T, offsets)
     turns, first, turn_of = np.unique(cells.flat, return_index=True, return_inverse=True)

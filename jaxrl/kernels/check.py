@@ -88,8 +88,8 @@ def _normal(seed: int, *shape, dtype) -> jax.Array:
 
 
 def packed_ids() -> packed.Ids:
-    """Returns the Ids of two rows of ROW tokens: a prompt that two completions share; two sequences of their own and
-    padding."""
+    """Returns the packed.Ids, int32 [2, ROW], of two rows: a prompt that two completions share; two sequences of their
+    own. Both end with padding."""
     segments, prefixes, positions = (np.zeros((2, ROW), np.int32) for _ in range(3))
     for row, (start, stop, segment, prefix, first) in [
             (0, (0, 60, 1, 0, 0)), (0, (60, 130, 2, 1, 60)), (0, (130, 230, 3, 1, 60)),
@@ -210,7 +210,7 @@ class Experts(NamedTuple):
 def expert_layer(name: str, dtype, layer: Experts = Experts()) -> Verdict:
     """Checks output and gradients of one implementation of a layer of experts; returns a Verdict.
 
-    Four experts, two for a token, of which one has several blocks of rows and one has none.
+    Four experts, at most two for a token, of which one has several blocks of rows and one has none.
 
     name: reference or a key of experts.IMPLEMENTATIONS. dtype: of tokens and weights, a key of TOLERANCE."""
     tokens, count, (size, width, activation, _, biases, gate) = 200, 4, layer
@@ -254,8 +254,8 @@ class Recurrence(NamedTuple):
 def recurrent_layer(name: str, dtype, layer: Recurrence = Recurrence()) -> Verdict:
     """Checks output, last state and gradients of one implementation of a recurrent layer; returns a Verdict.
 
-    Two key heads, rows of 17 and 18 chunks: a prompt that three completions share, two sequences of their own,
-    padding.
+    Two key heads, two rows of 18 and 17 chunks: a prompt that three completions share, then padding; two sequences of
+    their own. Padding is poisoned.
 
     name: a key of recurrences.IMPLEMENTATIONS. dtype: of the values, a key of TOLERANCE; the rest is fp32."""
     segments, prefixes = np.zeros((2, 2, 1024), np.int32)
@@ -303,8 +303,8 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False, me
     """Returns attention's kernels of this device that do not agree with the reference -> why; {} where all do, and
     where there are none, as on CPUs.
 
-    A kernel that refuses the case is not among them. Verdicts are kept in a file by device kind, jax, kernel source and
-    case, so that a kernel is looked at once.
+    A kernel that fails with an error is among them, one that refuses the case is not. Verdicts are kept in a file by
+    device kind, jax, kernel source and case, so that a kernel is looked at once.
 
     Args:
       dtype: of the inputs, a key of TOLERANCE. heads: sizes of the model's attention.
@@ -329,10 +329,11 @@ WIDEST = 2048  # of the experts that are looked at
 
 def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> dict[str, str]:
     """Returns the kernels of experts that do not agree with the reference for this layer's sizes -> why; {} where all
-    do.
+    do, and where there are none, as on CPUs.
 
-    Experts wider than WIDEST are looked at with that width. dtype: of tokens and weights, a key of TOLERANCE. memory:
-    the file of verdicts, by device kind, jax, kernel source and case; None: nothing is kept."""
+    A kernel that fails with an error is among them, one that refuses the sizes is not. Experts wider than WIDEST are
+    looked at with that width. dtype: of tokens and weights, a key of TOLERANCE. memory: the file of verdicts, by device
+    kind, jax, kernel source and case; None: nothing is kept."""
     layer = layer._replace(width=min(layer.width, WIDEST))
     case = dtype, layer.size, layer.width, layer.called, layer.biases, layer.gate
     names = experts.ORDERS[platform()][:-1]
@@ -342,10 +343,10 @@ def first_use_of_experts(dtype, layer: Experts, memory: Path | None = None) -> d
 
 def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None) -> dict[str, str]:
     """Returns the kernels of recurrent layers that do not agree with the reference for these sizes -> why; {} where all
-    do.
+    do, and where there are none, as on CPUs.
 
-    dtype: of the values, a key of TOLERANCE. memory: the file of verdicts, by device kind, jax, kernel source and case;
-    None: nothing is kept."""
+    A kernel that fails with an error is among them, one that refuses the sizes is not. dtype: of the values, a key of
+    TOLERANCE. memory: the file of verdicts, by device kind, jax, kernel source and case; None: nothing is kept."""
     names = recurrences.ORDERS[platform()][:-1]
     return _first_use("recurrence", names, lambda name: [recurrent_layer(name, dtype, layer)],
                       (attention_op, recurrence_op), (dtype, *layer), memory)

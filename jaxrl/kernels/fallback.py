@@ -25,10 +25,12 @@ def trusted(op: str, order: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def first_that_serves(op: str, names, ask, silent=()):
-    """Returns ask(name) of the first name that does not raise NotImplementedError(reason); the last one serves every
-    call.
+    """Returns ask(name) of the first name that does not raise NotImplementedError(reason).
 
-    The reason is logged once, but for those of `silent`, which step aside where another one is faster.
+    The reason is logged as a warning, once, but for names in `silent`, which step aside where another one is faster.
+    The last name serves every call; what it raises, and any other error, is not caught.
+
+    op: name of the op, for the log. names: implementations in order. ask: name -> result.
     """
     for name in names[:-1]:
         try:

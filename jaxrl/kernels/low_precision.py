@@ -41,8 +41,9 @@ class Scheme(NamedTuple):
     or GRADIENT. scale: with axes of size 1 where it is one for all; None where `codes` are the rounded numbers
     themselves.
 
-    by_row: see the module. weights: the gradient of weights, whose rows are tokens, is a product of codes as well; else
-    it is one of the numbers as they are. native: platforms that multiply such codes."""
+    by_row: a row of a product depends on that row of the left operand and on the right one alone, so what a token
+    becomes does not depend on the tokens beside it. weights: the gradient of weights, whose rows are tokens, is a
+    product of codes as well; else it is one of the numbers as they are. native: platforms that multiply such codes."""
 
     coded: Callable
     by_row: bool = True
@@ -122,9 +123,9 @@ DEFAULT = "default"  # of train.matmul: products of the compute dtype's numbers
 
 
 def check(name: str, kind: str, emulated: bool) -> None:
-    """Raises ConfigError for a scheme that a platform cannot compute, unless it is to be emulated.
+    """Raises ConfigError for a scheme whose codes a platform cannot multiply (Scheme.native), unless it is emulated.
 
-    name: a key of SCHEMES or DEFAULT. kind: cpu, gpu or tpu. emulated: train.matmul_emulated."""
+    name: a key of SCHEMES, or DEFAULT, which always passes. kind: cpu, gpu or tpu. emulated: train.matmul_emulated."""
     if name != DEFAULT and kind not in SCHEMES[name].native and not emulated:
         there = [other for other, scheme in SCHEMES.items() if kind in scheme.native]
         raise ConfigError(f"train.matmul={name}: jaxrl has no product of such numbers for a {kind}; set train.matmul "
@@ -141,8 +142,9 @@ def sampled(name: str) -> str:
 def contracted(name: str, a, b, over_a: tuple[int, ...], over_b: tuple[int, ...], roles=(INPUT, WEIGHT)):
     """Returns the product of what a scheme rounds two arrays to, summed over axes over_a of a and over_b of b.
 
-    In fp32, or float64 where a is; shape as of jax.lax.dot_general without batch axes. Not to be differentiated:
-    rounding has no gradient.
+    In fp32, or float64 where a is; the axes that are left of a, then those of b, as of jax.lax.dot_general. Where the
+    platform does not multiply such codes, their values are multiplied in that dtype. Not to be differentiated: rounding
+    has no gradient.
 
     name: a key of SCHEMES. roles: what a and b are, each INPUT, WEIGHT or GRADIENT."""
     scheme, acc = SCHEMES[name], jnp.promote_types(a.dtype, jnp.float32)

@@ -13,7 +13,7 @@ def platform(mesh=None) -> str:
 
 
 def cores() -> int:
-    """Returns the number of cores that a kernel's parallel axes are spread over: 2 on a v5p, whose chip is one
-    device; else 1."""
+    """Returns the number of cores of a device of the mesh in force, over which a kernel's parallel axes are spread: 2
+    on a v5p, whose chip is one device; 1 without a mesh, or where it does not tell."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "num_cores", None) or 1

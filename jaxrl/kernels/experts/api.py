@@ -75,8 +75,10 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """Returns the names of implementations to try, in order; the last one serves every call. Raises ValueError for
-    an unknown name."""
+    """Returns the names of implementations to try, in order; the last one serves every call.
+
+    "auto" gives the platform's ORDERS without kernels that are distrusted, tpu and gpu give themselves and blocks.
+    Raises ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("experts", ORDERS[platform()])
     if implementation not in ("reference", *IMPLEMENTATIONS):
@@ -88,7 +90,8 @@ def order(implementation: str) -> tuple[str, ...]:
 def check(x, ids, gates, weights, biases=()) -> None:
     """Raises ValueError where shapes or dtypes of api.experts' arguments do not fit; names the argument.
 
-    weights: {"gate", "up", "down"}, or without "gate". biases: () or those of the three."""
+    x [T, D] float; ids [T, K] int; gates [T, K] float32 or float64. weights: {"gate", "up", "down"}, or without "gate",
+    of one number of experts and in x's dtype. biases: () or, with a gate only, those of the three in x's dtype."""
     def refuse(name, value, remedy):
         raise ValueError(f"experts: {name} is {value.dtype}{list(value.shape)}; {remedy}")
 

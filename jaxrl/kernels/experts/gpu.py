@@ -18,12 +18,14 @@ def serving(x_TxD, weights, *, matmul=DEFAULT, activation, interpret=None) -> tu
     """Returns (the implementation for such tokens and weights, rows of its blocks).
 
     Args:
-      x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read.
+      x_TxD: tokens. weights: gate (if there is one), up and down [E, I, O], then biases if any. Shapes and x's dtype
+        are read.
       matmul: scheme of kernels.low_precision. activation: (gate, up) -> hidden, or up -> hidden without a gate.
       interpret: False, True, or what the interpreter is told; None = where this is no GPU.
 
-    Raises NotImplementedError for chips and dtypes that the kernels do not serve, a matmul but the default, sizes that
-    are no multiple of UNIT, and an activation of other operations than opened.KNOWN."""
+    Raises NotImplementedError for GPUs but Hopper, jax below 0.11 (interpreted: 0.12), dtypes but bfloat16 and float16,
+    a matmul but the default, sizes that are no multiple of UNIT, and an activation of other operations than
+    opened.KNOWN."""
     check_chip(x_TxD.dtype, interpret)
     size, width = weights[0].shape[1:]
     if matmul != DEFAULT:

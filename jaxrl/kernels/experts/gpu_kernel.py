@@ -253,7 +253,7 @@ def _write(value, tile, target):
 
 
 def sums(interpret, call, lay, left_RxI, right_RxO, sum_ExIxO):
-    """Returns [E, I, O]: left^T right of each expert's rows, plus sum_ExIxO, in a new array; see grouped.Kernels."""
+    """Returns sum_ExIxO (0 for a ShapeDtypeStruct) + left^T right of each expert's rows, new; see grouped.Kernels."""
     (count, into, out), fresh = sum_ExIxO.shape, isinstance(sum_ExIxO, jax.ShapeDtypeStruct)
     sizes = tuned.gpu_sizes("sums", out)
     pairs, tiles = -(-into // (ROWS * CONSUMERS)), out // sizes.width

@@ -52,7 +52,9 @@ class Task(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """rows(call, layout, task, lefts, weights, biases=(), gates_R=None) -> the outputs [R, O]; a ROW_SUM is [R].
+    """The two kernels of a device, of which the five of `experts` are made.
+
+    rows(call, layout, task, lefts, weights, biases=(), gates_R=None) -> the outputs [R, O]; a ROW_SUM is [R].
 
     lefts: [R, I]; weights: [E, I, O], or [E, O, I] of a product across; biases: [E, O]. Rows after the used blocks
     mean nothing, on either side.
@@ -68,7 +70,7 @@ class Kernels(NamedTuple):
 
 
 def implementation(kernels: Kernels) -> Implementation:
-    """Returns the walk.Implementation that runs these kernels."""
+    """Returns the walk.Implementation whose passes run these kernels; its `room` is 0."""
     return Implementation(functools.partial(forward, kernels), functools.partial(backward, kernels), kernels.fresh)
 
 

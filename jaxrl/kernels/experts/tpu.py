@@ -31,7 +31,8 @@ def serving(x_TxD, weights, *, matmul=DEFAULT, activation=None, interpret=None) 
     """Returns (the implementation for such tokens and weights, rows of its blocks).
 
     Args:
-      x_TxD, weights: tokens [T, D] and gate, up, down [E, I, O], of which shapes and dtypes are read.
+      x_TxD: tokens. weights: gate (if there is one), up and down [E, I, O], then biases if any. Shapes and x's dtype
+        are read.
       matmul: scheme of kernels.low_precision. activation: not read. interpret: for pallas_call; None = off a TPU.
 
     Raises NotImplementedError for dtypes but float32 and bfloat16 (interpreted, float64 too), a matmul but the default,
@@ -67,8 +68,9 @@ def dot(a, b, over_a, over_b):
 
 
 def used(lay):
-    """Returns the blocks to compute, int32 []: more than there are are wanted only where ids repeat, and then the
-    result is NaN."""
+    """Returns the number of blocks to compute, int32 []: those that hold rows, at most all of lay.experts.
+
+    More are wanted only where a token's ids repeat; then walk.experts returns NaN."""
     return jnp.minimum(lay.used, lay.experts.size)
 
 

@@ -47,18 +47,24 @@ def gpu_sizes(kernel: str, out: int) -> GpuSizes:
 
 
 def block_of(platform: str, implementation: str = "auto") -> int:
-    """Returns the rows of a block for the platform's first implementation, or for the named one."""
+    """Returns the rows of a block: BLOCK on "cpu" and for the implementations blocks and reference, else KERNEL_BLOCK.
+
+    implementation: "auto" (the platform's first) or a name."""
     return BLOCK if platform == "cpu" or implementation in ("blocks", "reference") else KERNEL_BLOCK
 
 
 def chunk(slots: int, experts: int, room: int = 0, own: int = 1, size: int = 0, width: int = 0,
           itemsize: int = 2) -> int:
     """Returns the tokens of a chunk, at most: enough for PER_EXPERT rows of an expert, whose weights are read once per
-    chunk.
+    chunk, and at least LEAST.
+
+    With room more: as many as it holds, up to GPU_PER_EXPERT rows of an expert or, if that is more, GPU_LEAST tokens.
+    Never so many that (experts + 1) * tokens * slots exceeds an int32.
 
     Args:
       slots: of a token. experts: of all devices.
-      room: bytes, of `room_of`. own: experts here, of hidden size x width with itemsize bytes per number."""
+      room: bytes, of `room_of`; 0 = the smaller chunks.
+      own: experts here, of hidden size x width with itemsize bytes per number; these four are read with room only."""
     tokens = max(LEAST, -(-PER_EXPERT * experts // slots))
     if room:
         of_a_row = itemsize * (2 * size + 3 * width) + 4 * size  # x, dy, what is inside, dx
@@ -75,7 +81,8 @@ def room_of(platform: str, implementation: str = "auto") -> int:
 
 
 def tpu_tasks(size: int, width: int):
-    """Returns (columns in, out, lefts, weights, sums, outputs) of the kernels on rows, experts of size x width."""
+    """Returns (columns in, columns out, lefts, weights, sums, outputs) of each of the four kernels on rows, as
+    `tpu_columns` takes them, for experts of size x width."""
     return ((size, width, 1, 2, 2, 1), (width, size, 1, 1, 1, 1), (size, width, 2, 3, 3, 4), (width, size, 2, 2, 1, 1))
 
 

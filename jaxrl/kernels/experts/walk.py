@@ -31,7 +31,7 @@ from jaxrl.types import custom_vjp
 
 
 class Implementation(NamedTuple):
-    """What computes on the rows of a chunk.
+    """The functions of an implementation of `experts` that compute the rows of a chunk of tokens.
 
     forward(call, layout, x_RxD, *weights) -> out_RxD.
     backward(call, layout, x_RxD, dy_RxD, gates_R, weights, sums) -> (dx_RxD, dgates_R, sums).
@@ -40,7 +40,8 @@ class Implementation(NamedTuple):
     better, and rows without a slot mean nothing in them. sums: the weights' gradients so far, fp32 or better, to which
     the chunk's are added, or () where nobody asks for them. Where tokens are a single chunk, an implementation with
     `fresh` is given ShapeDtypeStructs of the weights instead, and returns the chunk's own sums, rounded to the weights'
-    dtype: nothing is read, and half as much is written. room: of tuned.chunk.
+    dtype: nothing is read, and half as much is written. room: bytes that a chunk's rows may take in the backward pass,
+    up to which chunks grow; 0: they do not (tuned.chunk).
     """
 
     forward: Callable
@@ -86,7 +87,8 @@ class Rows(NamedTuple):
 
 
 def sorted_out(weights):
-    """Splits weights in api.experts' order into (those of the products with x, that of the last product, biases)."""
+    """Splits weights, in the order (gate,) up, down and the biases of the three, if any, into (those of the products
+    with x, that of the last product, biases). Without a gate there are no biases."""
     count = min(len(weights), 3) - 1
     return weights[:count], weights[count], weights[count + 1:]
 
@@ -98,13 +100,14 @@ def accumulator(dtype):
 
 @custom_vjp(0)
 def experts(call: Call, x_TxD, ids_TxK, gates_TxK, *weights):
-    """Computes api.experts chunk by chunk of tokens; returns y [T, D] in x's dtype.
+    """Computes api.experts chunk by chunk of tokens; returns y [T, D] in x's dtype: the sum over a token's slots of
+    gate times what the slot's expert returns.
 
     Where K > E, the outputs of a whole chunk are NaN if its ids repeat within tokens so that they need more rows than
     distinct ids could.
 
-    call: Call. ids_TxK: int32, outside 0 <= id < E = an empty slot. gates_TxK: fp32 or float64. weights: in
-    api.experts' order."""
+    call: Call. ids_TxK: int32, outside 0 <= id < E = an empty slot, which adds 0. gates_TxK: fp32 or float64. weights:
+    (gate [E, D, F],) up [E, D, F], down [E, F, D], then their biases, if any."""
     def one(_, xs):
         x, ids, gates = call.exchange.gathered(*xs)
         lay = layout(call.exchange.own(ids, count), count, call.block)

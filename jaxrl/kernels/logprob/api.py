@@ -35,16 +35,16 @@ def logprob_and_entropy(
       hidden_RxSxD: hidden states that predict the targets, compute dtype.
       head: output matrix [D, V], or [V, D] where `transposed`; cast to the compute dtype, its gradient summed in fp32.
       targets_RxS: int token ids.
-      valid_RxS: bool; where False results and gradients are 0, and no logits are computed. None = all valid.
+      valid_RxS: bool; where False results and gradients are 0, and "chunked" computes no logits. None = all valid.
       support_RxSxK: int token ids, -1 = unused: the distribution is cut to these tokens and renormalised (the target is
         one of them; 0 of them where not valid). None = the whole vocabulary.
       ids_RxSxK: int token ids, different within a token, -1 = unused: their log-probs are returned too. None = none.
       few_RxSxr, more_rxV: their product is added to the logits: an adapter of the head, which has no gradient then.
-      temperature: positive number (may be traced); no gradient flows to it.
+      temperature: positive number (may be traced); no gradient flows to it with "chunked".
       softcap: Gemma-style cap on the logits, 0 = none (static).
       top: how many of the most probable tokens to return too, 0 = none (static).
       chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V). One CPU device keeps
-        up to chunked.KEPT_CPU of them for the backward pass, and computes them again where there are more.
+        all logits for the backward pass if they are at most chunked.KEPT_CPU numbers; else they are computed again.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       transposed: the head is an embedding table [V, D] (static). It is read as it lies, not copied per call.
       implementation: "chunked", or "reference" (full logits); another name is taken as "chunked".

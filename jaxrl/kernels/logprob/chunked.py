@@ -270,14 +270,22 @@ def _times_weights(d_CxW, part, transposed: bool):
 @custom_vjp(9, 10, 11, 12, 13)
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                         more_rxV, softcap, top, chunk, split, transposed):
-    """Computes log-probs and entropies in nats, in chunks of tokens; fp32, or float64 for float64 input.
+    """Computes log-prob and entropy of softmax(softcap(hidden @ head + few @ more) / temperature) in chunks of tokens,
+    in nats; fp32, or float64 for float64 input.
 
-    Args as of api.logprob_and_entropy, which checks them and says what each is, but all are given here: valid_RxS;
-    support_RxSxK with K = 0 for none; temperature as an array in fp32 or better.
+    Args:
+      hidden_RxSxD, head: hidden states and output matrix [D, V], or [V, D] where `transposed`.
+      targets_RxS: int token ids. valid_RxS: bool; where False results and gradients are 0.
+      support_RxSxK: int ids, -1 = unused, to which the distribution is cut; K = 0: the whole vocabulary.
+      ids_RxSxK: int ids, -1 = unused, whose log-probs are returned too; None = none.
+      temperature: [] in fp32 or better, without gradient. few_RxSxr, more_rxV: their product is added to the logits;
+        None = none.
+      softcap: cap * tanh(logit / cap), 0 = none. top: how many of the most probable tokens to return, 0 = none.
+      chunk: valid tokens of a device whose logits exist at once. split: Split, None = no mesh.
 
     Returns:
-      (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at last their
-      log-probs; 0 where not valid (ids: -1).
+      (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop) without gradient, with ids_RxSxK at
+      last their log-probs; 0 where not valid or unused (ids: -1).
 
     Raises ValueError where the head is differentiated beside more_rxV."""
     return _forward(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,

@@ -51,16 +51,21 @@ class How(NamedTuple):
 def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, *, kind, beta=0.5, vocab=0,
                temperature=1.0, teacher_temperature=1.0, softcap=0.0, teacher_softcap=0.0, chunk=1024, split=None,
                transposed=False, teacher_transposed=False, implementation="chunked"):
-    """Returns [R, S] divergence in nats of softmax(softcap(hidden @ head) / temperature) from the teacher's.
+    """Returns [R, S] divergence in nats of the student p = softmax(softcap(hidden @ head) / temperature) from the
+    teacher's q:
+
+        forward  KL(q || p)
+        reverse  KL(p || q)
+        jsd      beta KL(q || M) + (1 - beta) KL(p || M), M = beta q + (1 - beta) p
 
     Args:
       hidden_RxSxD: the student's hidden states that predict the targets. head: its output matrix [D, V], or [V, D]
         where `transposed` (static); cast to hidden's dtype.
       teacher_RxSxE, teacher_head, ...: the same of the teacher. Its head has as many tokens as the student's.
       valid_RxS: bool; where False the result and all gradients are 0. None = all valid.
-      kind: forward, reverse or jsd, see the module. beta: of jsd, above 0 and below 1.
+      kind: a row of the table. beta: of jsd, above 0 and below 1.
       vocab: ids from this one on are left out of both distributions, which are renormalised; 0 = none.
-      temperature, teacher_temperature: positive numbers; no gradient flows to them.
+      temperature, teacher_temperature: positive numbers; no gradient flows to them with "chunked".
       softcap, teacher_softcap: cap * tanh(logit / cap) on the logits, 0 = none (static).
       chunk: valid tokens of a device whose logits exist at once, at most (static).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
@@ -72,7 +77,7 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
       and head (where they are differentiated), summed in fp32; none to the teacher.
 
     Raises:
-      ValueError: heads of different vocabularies, an unknown kind, beta outside (0, 1)."""
+      ValueError: heads of different vocabularies, an unknown kind, jsd with beta outside (0, 1)."""
     size, other = head.shape[0 if transposed else 1], teacher_head.shape[0 if teacher_transposed else 1]
     if size != other:
         raise ValueError(f"divergence: the student's head has {size} tokens, the teacher's {other}: cut or pad one")

@@ -43,11 +43,19 @@ def allowed(support, vocab: int):
 
 def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr,
                         more_rxV, softcap, top, transposed):
-    """Computes api.logprob_and_entropy with full logits [R, S, V], in fp32 or better and in nats.
+    """Computes log-prob and entropy of softmax(softcap(hidden @ head + few @ more) / temperature) from full logits [R,
+    S, V], in fp32 or better and in nats.
 
-    Args as of api.logprob_and_entropy, which says what each is, but all are given here: valid_RxS; support_RxSxK with K
-    = 0 for none. Returns (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop), with ids_RxSxK at
-    last their log-probs; 0 where not valid (ids: -1)."""
+    Args:
+      hidden_RxSxD, head: hidden states and output matrix [D, V], or [V, D] where `transposed`.
+      targets_RxS: int token ids. valid_RxS: bool; where False results are 0.
+      support_RxSxK: int ids, -1 = unused, to which the distribution is cut; K = 0: the whole vocabulary.
+      ids_RxSxK: int ids, -1 = unused, whose log-probs are returned too; None = none.
+      temperature: positive number. few_RxSxr, more_rxV: their product is added to the logits; None = none.
+      softcap: cap * tanh(logit / cap), 0 = none. top: how many of the most probable tokens to return, 0 = none.
+
+    Returns (logprob_RxS, entropy_RxS), with `top` also (ids_RxSxtop, logprobs_RxSxtop) without gradient, with ids_RxSxK
+    at last their log-probs; 0 where not valid or unused (ids: -1)."""
     logits = capped_logits(hidden_RxSxD, head, softcap, transposed, few_RxSxr, more_rxV) / temperature
     logits = jnp.where(allowed(support_RxSxK, logits.shape[-1]), logits, OUTSIDE)
     logp = jax.nn.log_softmax(logits, axis=-1)

@@ -59,7 +59,10 @@ def recurrence(q_BxLxHxK, k_BxLxHxK, v_BxLxGxV, g_BxLxG, beta_BxLxG, chunks: Chu
 
 
 def order(implementation: str) -> tuple[str, ...]:
-    """Returns the names in IMPLEMENTATIONS to try, in order. Raises ValueError for an unknown name."""
+    """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
+
+    "auto" gives the platform's ORDERS without kernels that are distrusted, gpu and tpu give themselves and xla. Raises
+    ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("recurrence", ORDERS[platform()])
     if implementation not in IMPLEMENTATIONS:

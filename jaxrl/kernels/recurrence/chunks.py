@@ -24,25 +24,28 @@ HELD = {"xla": (2.5, 5.0), "gpu": (0.55, 1.5), "tpu": (0.0, 0.0)}
 
 
 def tokens_per_chunk(length: int) -> int:
-    """Returns C, the tokens of a chunk in rows of `length` tokens."""
+    """Returns C, the tokens of a chunk: 64 in rows of `length` >= LONG tokens, else 16."""
     return 64 if length >= LONG else 16
 
 
 def tokens_per_room(length: int) -> int:
-    """Returns how many tokens of a row there are for each chunk that it has room for."""
+    """Returns how many tokens of a row there are for each chunk that it has room for: 32 in rows of `length` >= LONG
+    tokens, else 4."""
     return 32 if length >= LONG else 4
 
 
 def room(length: int) -> int:
-    """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments."""
+    """Returns N, the chunks that rows of `length` tokens have room for; always enough for two segments. Rows that need
+    more do not fit (`chunks_of`)."""
     return -(-length // min(tokens_per_room(length), max(length, 1))) + 2
 
 
 def stretch(length: int, key: int, value: int) -> int:
     """Returns the chunks between which the backward pass of `xla` finds a state: STRETCH in rows of long chunks.
 
-    In shorter rows the power of two for which the states that are kept and the chunks that are computed again at once
-    take the fewest bytes; where heads are small it is small, and chunks that no token fills are skipped sooner.
+    In shorter rows the power of two, at most STRETCH, for which the states that are kept and the chunks that are
+    computed again at once take the fewest bytes; where heads are small it is small, and chunks that no token fills are
+    skipped sooner.
 
     length: tokens of a row. key, value: sizes of a head."""
     if length >= LONG:
@@ -134,10 +137,12 @@ class Chunks(NamedTuple):
 def chunks_of(segments_BxL, prefixes_BxL=None, *, enters_BxL=None, continues: bool = False) -> Chunks:
     """Returns the Chunks of packed rows; the same for all layers, so it is made once per forward pass.
 
+    Rows with more chunks than `room` gives do not fit (fits False: their output is NaN).
+
     Args:
       segments_BxL: int ids, 0 = padding; equal neighbours are one segment.
       prefixes_BxL: int id of the segment that a completion continues, 0 = none. It is the last segment without a prefix
-        before it; rows with another order do not fit (fits False: their output is NaN).
+        before it; rows with another order do not fit either.
       enters_BxL: bool, tokens that become part of the state; those of a row that do not are its last. None = all.
       continues: whether rows begin with a state that is given."""
     batch, length = segments_BxL.shape
@@ -191,7 +196,8 @@ def _masked(mask, x):
 
 
 def gather(x, chunks):
-    """Returns `into` of an array [B, L, ...] that needs no gradient, such as bool."""
+    """Returns [N, B, C, ...] of an array by token [B, L, ...] that needs no gradient, such as bool; zeros where a chunk
+    has no token."""
     batch, length = chunks.chunk.shape
     offsets = jnp.arange(tokens_per_chunk(length), dtype=jnp.int32)[None, None]
     index = jnp.minimum(chunks.first[..., None] + offsets, length - 1)

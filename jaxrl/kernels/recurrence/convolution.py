@@ -15,13 +15,14 @@ def convolution(x_BxLx, weight_xT, chunks: Chunks, window_BxTx=None, bias_x=None
     """Computes a causal depthwise convolution of each sequence: out[t] = sum over j of weight[..., T - 1 - j] * x[j
     tokens before t], 0 before the sequence begins.
 
-    A completion's tokens go on from those of its shared prompt; tokens of other sequences and padding are not read.
+    A completion's tokens go on from those of its shared prompt; tokens of other sequences and padding are not read. But
+    with `window_BxTx` a row is one sequence: segments and prompts are not looked at.
 
     Args:
       x_BxLx: [B, L, *channels].
       weight_xT: [*channels, T], in x's dtype.
       chunks: of chunks_of, for these rows.
-      window_BxTx: [B, T - 1, *channels] before the first token of rows that continue, else None.
+      window_BxTx: [B, T - 1, *channels], the tokens before the first one of rows that continue; None = rows begin.
       bias_x: [*channels], added to every token, or None.
 
     Returns [B, L, *channels] in x's dtype; sums are fp32 or better. At padding: finite where x is."""

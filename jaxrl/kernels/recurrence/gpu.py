@@ -63,7 +63,8 @@ def recurrence(q, k, v, g, beta, chunks: Chunks, state=None, *, delta: bool = Tr
       delta: whether what the state returns for a token's key is taken off before its value is written.
       interpret: whether the kernels run interpreted; None = where there is no GPU.
 
-    Raises NotImplementedError for calls that gpu_call.call_of does not serve."""
+    Raises NotImplementedError for GPUs but Hopper, jax below 0.11 (interpreted: 0.12), values of another dtype, keys of
+    no multiple of 16 up to 128 numbers, values of no multiple of 64, and chunks too large for shared memory."""
     call = call_of(delta, v.dtype, tokens_per_chunk(v.shape[1]), k.shape[3], v.shape[3], interpret)
     given = xla.by_group(k, v, state)
     out, now = _rule(call, q.astype(v.dtype), k.astype(v.dtype), v, g, beta, given, chunks)

@@ -29,7 +29,8 @@ def call_of(delta: bool, dtype, size: int, key: int, value: int, interpret=None)
       dtype: of the values. key, value: sizes of a head.
       interpret: False, True, or what the interpreter is told; None = where this is no GPU.
 
-    Raises NotImplementedError for chips and dtypes that the kernels do not serve, and as `stages_of` does."""
+    Raises NotImplementedError for GPUs but Hopper, jax below 0.11 (interpreted: 0.12), dtypes but bfloat16 and float16,
+    and as `stages_of` does."""
     check_chip(dtype, interpret)
     return Call(delta, stages_of(delta, size, key, value), interpreted(interpret))
 

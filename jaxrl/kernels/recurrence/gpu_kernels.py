@@ -46,8 +46,10 @@ class Laid(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """ends [N, B, G] fp32: decay of the state. words [N, B] int32: start, and SAVES. used [B] int32: chunks of a
-    row."""
+    """The decays and flags that both passes read chunk by chunk.
+
+    ends [N, B, G] fp32: decay of the state over the chunk. words [N, B] int32: start, and SAVES. used [B] int32: chunks
+    of a row."""
 
     ends: jax.Array
     words: jax.Array
@@ -116,8 +118,9 @@ def forward(call: Call, laid: Laid, scalars: Scalars, writes, pair, keep: bool):
 
 
 def backward(call: Call, laid: Laid, scalars: Scalars, d_out, d_pair):
-    """Returns (gradients of U [N, B, G, V, C] fp32, of pair, and of the states behind chunks [N, B, G, V, K] in the
-    inputs' type), from those of out and of the pair behind the chunks; chunks that are not used have none."""
+    """Returns (gradients of U [N, B, G, V, C] fp32, of pair [2, B, G, V, K] fp32, and of the states behind chunks [N,
+    B, G, V, K] in the inputs' type), from those of out, d_out [N, B, G, V, C] in the inputs' type, and of the pair
+    behind the chunks, d_pair; chunks that are not used have none."""
     dtype, by_token = laid.q.dtype, d_out.shape
     of_states = (*by_token[:4], laid.q.shape[4])
     results = [jax.ShapeDtypeStruct(by_token, jnp.float32), jax.ShapeDtypeStruct(d_pair.shape, jnp.float32),

@@ -63,7 +63,10 @@ def heads_of_step(heads: int, repeats: int) -> tuple[int, int]:
 
 
 def check(call: Call, q, k, v, chunks: Chunks) -> None:
-    """Raises NotImplementedError for dtypes, row counts and head sizes that the kernels do not serve.
+    """Raises NotImplementedError for calls that the kernels do not serve.
+
+    They take float32 and bfloat16 (interpreted, float64 too), rows that have room for at most WORDS chunks in all, each
+    row in whole stretches, and heads of which a step takes at most VMEM bytes on the chip (`vmem`).
 
     call: says heads of a step and whether the kernels run interpreted. q, k [B, L, H, K], v [B, L, G, V]: of which
     shapes and dtypes are read. chunks: of these rows; its shape is read."""

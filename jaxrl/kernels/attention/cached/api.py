@@ -18,8 +18,8 @@ ORDERS = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, window=0, softcap=0.0, scale=None,
                      implementation="auto", shared=None, work=None, sinks_H=None):
-    """Attends with one query per slot over a slotted cache; it sees its own position and those before it. Has no
-    gradient.
+    """Computes attention of one query per slot over a slotted cache: softmax(softcap(scale * q.k), and the head's sink)
+    @ v over the query's own position and those before it. Has no gradient.
 
     Args:
       q_Bx1xHxK: queries; head h reads key-value head h // (H / G).
@@ -63,7 +63,8 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
       shared: shared.Shared, which slots hold the same prompt, or None; not read where there is a window.
 
     Returns:
-      {name: work} of the first implementation that serves the cache, a pytree of arrays; empty where it needs none."""
+      {name: work} of the first implementation that does not refuse the cache: a pytree of arrays, or None where no
+      prompt is read for several slots (gpu, which refuses none here). Empty where the implementation needs none."""
     def ask(name):
         if name not in WORK:
             return {}
@@ -74,7 +75,8 @@ def cached_work_of(positions_Bx1, shape_NxBxCxGK, dtype, heads, size, *, window=
 
 
 def shares_prompts(implementation: str, mesh=None) -> bool:
-    """Returns whether cached_attention would read `shared` on the platform of `mesh` (None = the one in force)."""
+    """Returns whether the implementation that cached_attention asks first reads `shared`, on the platform of `mesh`
+    (None = the one in force). It may still refuse the call; XLA's, which runs then, does not read it."""
     return order(implementation, mesh)[0] in WORK
 
 
@@ -93,8 +95,8 @@ def least_shared(shape_BxCxGK, dtype, groups: int, implementation: str, mesh=Non
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
     """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
 
-    A name without an implementation for the cache gives XLA's. mesh: whose platform decides; None = the one in
-    force."""
+    "auto" gives the platform's ORDERS without kernels that are distrusted; a name gives itself and XLA's, without an
+    implementation for the cache XLA's alone. mesh: whose platform decides; None = the one in force."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform(mesh)])
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)

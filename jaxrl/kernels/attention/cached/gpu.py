@@ -130,9 +130,10 @@ def check(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, scale, interpret=None) -> int:
     """Returns the number of parts that each slot's positions are split into, for the arrays of a call (see
     `attention`).
 
-    Raises NotImplementedError for chips and dtypes that the kernel does not serve, and for mixed ones; for head sizes
-    that are no multiple of 16 from 64 to 256; more than 64 query heads per group; a scale that is not positive; a cache
-    shorter than a block, or no multiple of ALIGNED; and heads above WIDEST where positions would be split."""
+    Raises NotImplementedError for GPUs but Hopper, jax below 0.11 (interpreted: 0.12), dtypes but bfloat16 and float16,
+    and mixed ones; for head sizes that are no multiple of 16 from 64 to 256; more than 64 query heads per group; a
+    scale that is not positive; a cache shorter than a block, or no multiple of ALIGNED; and heads above WIDEST where
+    positions would be split."""
     batch, _, heads, size = q_Bx1xHxK.shape
     length, width = k_NxBxCxGK.shape[2:]
     check_chip(q_Bx1xHxK.dtype, interpret)

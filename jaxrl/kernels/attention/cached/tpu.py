@@ -46,7 +46,8 @@ class Work:
 class Call:
     """The static part of a call, and the layout of a word of the work list.
 
-    From the highest bits, a word holds: place, whether it is a tile's (1 bit), and the start in units."""
+    From the highest bits, a word holds: place, whether it is a tile's (1 bit), and the start in units. window, softcap
+    (0 = none) and scale are those of `attention`."""
 
     block: int   # positions
     length: int  # of the cache
@@ -88,8 +89,10 @@ class Call:
 
 
 def check(shape_NxBxCxGK, dtype) -> None:
-    """Raises NotImplementedError for a cache of this shape and dtype that the kernel does not serve, naming the
-    reason."""
+    """Raises NotImplementedError for a cache that the kernel does not serve: one whose G * K numbers per position (on
+    one device) are no multiple of 128, of a dtype but float32 and bfloat16, or of more than WORDS blocks in all slots.
+
+    shape_NxBxCxGK, dtype: of the cache's keys."""
     _, slots, length, width = shape_NxBxCxGK
     if width % 128:
         raise NotImplementedError(
@@ -191,7 +194,7 @@ def attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, *, window
       shared: shared.Shared or None; not read if there is `work`, of `work_of` (None = made here).
       interpret: for pallas_call; None = off a TPU.
 
-    Raises NotImplementedError for what `check` names and for queries of another dtype."""
+    Raises NotImplementedError as `check` does, and for queries that are neither float32 nor bfloat16."""
     check(k_NxBxCxGK.shape, k_NxBxCxGK.dtype)
     if q_Bx1xHxK.dtype not in ("float32", "bfloat16"):
         raise NotImplementedError(f"{q_Bx1xHxK.dtype} queries; the TPU kernel takes float32 and bfloat16")

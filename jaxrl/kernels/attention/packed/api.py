@@ -78,8 +78,8 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions_BxL, k_positions_BxS,
 
 def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segments_BxL=None, k_segments_BxS=None,
             q_prefixes_BxL=None, q_reach_BxL=None, *, window=0, implementation="auto", among=None) -> dict:
-    """Returns what `attention` needs before it computes: the same for all layers of a window, so it is done once per
-    step.
+    """Returns the lists of blocks that `attention` visits, made from the ids: the same for all layers of a window, so
+    they are made once per step.
 
     Args:
       q_shape, kv_shape: (B, L, H, K) of the queries, (B, S, G, K) of keys and values. dtype: theirs.

@@ -32,7 +32,7 @@ SCORES_CPU = 1 << 20  # what its cache holds
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window) -> BlockLists:
     """Returns the BlockLists of key blocks of every query block (of BLOCK tokens), for all layers of a window.
 
-    At most SCORES pairs are compared at once.
+    At most SCORES pairs are compared at once, or those of one query block of each row.
 
     Args:
       q_shape: (B, L, H, K) of the queries. kv_shape, dtype: not read.

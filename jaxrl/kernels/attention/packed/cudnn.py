@@ -29,7 +29,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
       chosen: not read. work: of `work_of`, for these ids and this window; None = made by `beside`'s implementation.
 
     Raises NotImplementedError off a GPU; for other or mixed dtypes; a reach, `sinks` or a soft-cap; head sizes that are
-    no multiple of 8 or above `largest_head`; and where queries are not all keys."""
+    no multiple of 8 or above `largest_head`; rows of one token; and where there are not as many queries as keys."""
     del chosen
     if platform() != "gpu":
         raise NotImplementedError("cuDNN needs an NVIDIA GPU")
@@ -58,10 +58,12 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
 
 
 def work_of(q_shape, kv_shape, dtype, ids: Ids, *, window):
-    """Returns the work of the implementation beside cuDNN (`beside`), for the rows that cuDNN does not run.
+    """Returns the work of the implementation beside cuDNN (`beside`), for the rows that cuDNN does not run: gpu.Kernels
+    or BlockLists.
 
     q_shape, kv_shape: (B, L, H, K), (B, S, G, K). ids: Ids, int positions and segments [B, L] and [B, S]. window:
-    positions that a query sees, 0 = all."""
+    positions that a query sees, 0 = all. Where blockwise is beside it, raises NotImplementedError for rows shorter than
+    blockwise.WORTH_IT, though `attention` serves them."""
     return beside(q_shape, kv_shape, dtype).work_of(q_shape, kv_shape, dtype, ids, window=window)
 
 

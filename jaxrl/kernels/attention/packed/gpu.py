@@ -36,12 +36,15 @@ class Kernels(NamedTuple):
 
 
 def sizes_for(head_size: int) -> Kernels:
-    """Returns the Sizes of the three kernels for a head size."""
+    """Returns the Sizes of the three kernels for a head size. Raises ValueError for one above 256."""
     return Kernels(**{kernel: sizes_of(table, head_size) for kernel, table in tuned.GPU.items()})
 
 
 def check(q_shape, kv_shape, dtype, interpret=None) -> None:
-    """Raises NotImplementedError for chips, dtypes, head sizes and shapes that the kernels do not serve.
+    """Raises NotImplementedError for calls that the kernels do not serve.
+
+    They need a Hopper GPU and jax 0.11 (interpreted: jax 0.12), bfloat16 or float16, head sizes that are multiples of
+    16 from 64 to 128 or of 32 up to 256, and more than one query per row, unless there is one key only.
 
     q_shape [B, L, H, K] and kv_shape [B, S, G, K] as tuples. interpret: as `attention`'s."""
     size = q_shape[3]
@@ -84,7 +87,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
       sinks: [H] fp32 scores of keys that every query sees and that have no value; None = none.
       interpret: False, True, or what the interpreter is told; None = interpret where this is no GPU.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes, a scale that is not positive, and as `check` does."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :q_BxLxHxK.shape[1]]
@@ -103,7 +106,7 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
       scale: positive factor on the scores. interpret: False, True, or what the interpreter is told; None = where this
         is no GPU.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes, a scale that is not positive, and as `check` does."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, (*_, lse) = _forward(call, None, *arrays)
     lse = lse[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
@@ -126,7 +129,7 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
       out, lse: of the whole row, all parts merged; lse natural logarithms, -inf where a query sees no key.
       g: cotangent of out.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes, a scale that is not positive, and as `check` does."""
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     length = arrays[1].shape[1]
     lse = jnp.where(jnp.isneginf(lse_BxLxH), UNSEEN, lse_BxLxH * LOG2E).swapaxes(1, 2)

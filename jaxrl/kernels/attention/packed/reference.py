@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 
 class Ids(NamedTuple):
-    """The ids, all int32, that decide which query sees which key; see api.attention. B may be 1 for all rows."""
+    """The ids, all int32, that decide which query sees which key; see api.attention. B may be 1 for all rows.
+
+    Positions count within the sequence. Segment 0 is padding; without segments all tokens are one. A prefix is a second
+    segment that a query sees, 0 = none. A reach is the last position that a query sees; None = its own."""
 
     q_positions: jax.Array                # [B, L]
     k_positions: jax.Array                # [B, S]
@@ -32,6 +35,7 @@ def visible(ids: Ids, window):
     """Returns the mask of api.attention, bool [B, L, S]: True where the query sees the key. More leading axes
     broadcast.
 
+    It sees keys up to its position (or reach), less than `window` positions before it, of its segment or its prefix.
     Padding (segment 0) is no exception here: a padding query sees the padding keys before it.
 
     Args:

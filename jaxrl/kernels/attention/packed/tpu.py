@@ -34,7 +34,10 @@ class Work(NamedTuple):
 
 
 def check(q_shape, kv_shape, dtype) -> None:
-    """Raises NotImplementedError for dtypes, head sizes and row lengths that the kernels do not serve.
+    """Raises NotImplementedError for calls that the kernels do not serve.
+
+    They take float32 and bfloat16, head sizes that are multiples of 8 up to 256, more than one query per row (unless
+    there is one key only), and rows whose work list has room: at most WORDS entries in all, of 31 bits.
 
     q_shape [B, L, H, K] and kv_shape [B, S, G, K] as tuples."""
     batch, length, _, size = q_shape
@@ -93,7 +96,7 @@ def attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, *, window, softcap, sca
       sinks: [H] fp32 scores of keys that every query sees and that have no value; None = none.
       interpret: for pallas_call; None = off a TPU.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes and as `check` does."""
     del chosen
     call, arrays = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     return _attend(call, sinks, *arrays)[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2)
@@ -110,7 +113,7 @@ def forward_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, *, window, sof
       window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
       scale: factor on the scores. interpret: for pallas_call; None = off a TPU.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes and as `check` does."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     out, lse = tpu_kernels.forward(call, (work.words[0], work.count[0]), *arrays)
     out, lse = (x[:, :, :q_BxLxHxK.shape[1]].swapaxes(1, 2) for x in (out, lse))
@@ -131,7 +134,7 @@ def gradients_of_part(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids: Ids, work, out_BxLxH
       window: positions that a query sees, itself included; 0 = all. softcap: cap * tanh(score / cap); 0 = none.
       scale: factor on the scores. interpret: for pallas_call; None = off a TPU.
 
-    Raises NotImplementedError for what `prepared` does not serve."""
+    Raises NotImplementedError for mixed dtypes and as `check` does."""
     call, (work, *arrays) = prepared(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, ids, window, softcap, scale, work, interpret)
     lse = jnp.where(jnp.isneginf(lse_BxLxH), LOWEST, lse_BxLxH * LOG2E)
     out, g, lse = (_by_head(x, call.length) for x in (out_BxLxHxK, g_BxLxHxK, lse[..., None]))
