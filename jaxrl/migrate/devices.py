@@ -27,6 +27,18 @@ def megatron_sizes(m: Migration, prefix: str, used: bool = True) -> dict[str, in
     return {axis: (m.integer(prefix + name) or 1) if used else 1 for axis, name in MEGATRON.items()}
 
 
+def count_gpus(m: Migration, source: int, default: int = 0, *alike: int) -> int:
+    """Returns the GPUs of a job, which become m.gpus: the source's, else --gpus, else the system's default; 0: unknown.
+
+    A --gpus that is neither the source's number nor one of `alike` is noted as a difference. source: 0 where it names
+    none. alike: other counts of the same job, as with or without the GPUs that sample.
+    """
+    if source and m.gpus not in (0, source, *alike):
+        m.differs(f"--gpus={m.gpus} has no effect: the source has a number of its own, {source}")
+    m.gpus = source or m.gpus or default
+    return m.gpus
+
+
 def mesh(
     m: Migration, backend: tuple[str, ...], keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0
 ) -> None:

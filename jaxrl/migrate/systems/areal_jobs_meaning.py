@@ -36,9 +36,9 @@ def layout(m: Migration):
     text = m.text(key)
     a = allocation(text)
     count = a["d"] * a["t"] * a["p"] * a["c"]
-    m.gpus = m.gpus or count
+    count = devices.count_gpus(m, count if re.search(r"\d", text) else 0, 1)
     m.facts["layout"] = text or "unset"
-    devices.mesh(m, (key,), (key,), tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count if text else m.gpus)
+    devices.mesh(m, (key,), (key,), tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
     others = any(re.match(r"megatron|archon", m.text(k)) for k in (ACTOR + "backend", "allocation_mode"))
     fsdp = a["p"] == 1 and not others
     if fsdp and common.DTYPES.get(m.text(ACTOR + "dtype")) == "bf16":

@@ -439,18 +439,16 @@ def layout(m: Migration):
         sampler, trainer = (parts[0], parts[-1]) if len(parts) > 1 else (text, text)
         keys = ("allocation_mode",)
     else:
-        sampler, trainer, keys = (
-            m.text("rollout.backend"),
-            m.text(ACTOR + "backend"),
-            ("rollout.backend", ACTOR + "backend"),
-        )
+        keys = ("rollout.backend", ACTOR + "backend")
+        sampler, trainer = map(m.text, keys)
     a, r = allocation(trainer), allocation(sampler)
     nodes = m.integer("cluster.n_nodes")
     count = a["d"] * a["t"] * a["p"] * a["c"]
     engines = r["d"]
+    named = count if re.search(r"\d", trainer) else 0
+    count = devices.count_gpus(m, named, 1, count + engines * r["t"] * r["p"])
     m.facts["layout"] = f"training {trainer or 'unset'}, rollouts {sampler or 'unset'}"
     devices.mesh(m, keys, keys, tp=a["t"], pp=a["p"], cp=a["c"], ep=a["e"], gpus=count)
-    m.gpus = m.gpus or count
     fsdp = a["p"] == 1 and not re.match(r"megatron|archon", trainer)  # its engine for what does not name another
     if fsdp and common.DTYPES.get(m.text(ACTOR + "dtype")) == "bf16":
         m.differs(

@@ -23,7 +23,7 @@ def layout(m: Migration):
     replicas, workers = sizes(m)
     tp, cp, ep, pp = (m.integer(PAR + n) for n in ("tp_size", "cp_size", "ep_size", "pp_size"))
     gpus = replicas * workers * tp * cp * pp
-    samples = recipe(m) != "sft"
+    whole, samples = gpus, recipe(m) != "sft"
     engine_tp, engines = m.integer(RPAR + "tp_size"), m.integer(RPAR + "n_init_replicas")
     together = m.text("mode") == "colocated"
     if ep > 1 and workers * cp % ep:
@@ -37,9 +37,8 @@ def layout(m: Migration):
         m.set("mesh.dp", copies, PAR + "n_init_replicas", PAR + "dp_replicate_size")
     if samples:
         _engine(m, gpus, engine_tp, gpus // engine_tp or 1 if together else engines, together)
-        m.gpus = m.gpus or (gpus if together else gpus + engine_tp * engines)
-    else:
-        m.gpus = m.gpus or gpus
+        whole = gpus if together else gpus + engine_tp * engines
+    devices.count_gpus(m, 0 if m.integer(PAR + "dp_shard_size") == -1 else whole, whole, gpus)
     if m.flag(TRAIN + "fsdp_offload"):
         devices.rest(m, "streamed", TRAIN + "fsdp_offload")
 

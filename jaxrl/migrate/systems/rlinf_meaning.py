@@ -12,6 +12,7 @@ ALGO, DATA, RUNNER, ACTOR = "algorithm.", "data.", "runner.", "actor."
 ROLLOUT, CRITIC, REWARD = "rollout.", "critic.", "reward."
 SAMPLE, OPTIM, SCHED, MODEL = ALGO + "sampling_params.", ACTOR + "optim.", ACTOR + "lr_sched.", ACTOR + "model."
 PLACEMENT, FSDP = "cluster.component_placement.*", ACTOR + "fsdp_config."
+CLUSTER = ("cluster.num_nodes", "cluster.num_gpus_per_node")
 PATHS = (ROLLOUT + "model.model_path", ROLLOUT + "model_dir", MODEL + "model_path")
 
 
@@ -55,9 +56,7 @@ def lengths(m: Migration):
     keys = (key,) if m[key] is not None else (RUNNER + "seq_length", DATA + "max_prompt_length")
     m.set("data.max_prompt_tokens", prompt, DATA + "max_prompt_length")
     if completion < 1:
-        m.lacks(
-            RUNNER + "seq_length", f"{whole} tokens leave no completion to prompts of {prompt}", refuse=True
-        )
+        m.lacks(RUNNER + "seq_length", f"{whole} tokens leave no completion to prompts of {prompt}", refuse=True)
         return
     m.set("rollout.max_new_tokens", completion, *keys)
     if prompt + completion > whole:
@@ -370,6 +369,13 @@ def _places(text: str, total: int) -> list[int] | None:
     return found
 
 
+def cluster(m: Migration) -> int:
+    """Returns the GPUs of the cluster, which are `all` of a placement: nodes x GPUs per node; where the source does not
+    say the latter, which RLinf asks the nodes, --gpus, if they are as many on each node."""
+    nodes, per = map(m.integer, CLUSTER)
+    return nodes * per if m.given(CLUSTER[1]) or not m.gpus or m.gpus % nodes else m.gpus
+
+
 def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
     """Returns ({component: its devices} of texts such as 'actor,rollout: all', ""), or ({}, key) for the first key
     whose value is not all, 0-3 or 0,2. total: how many devices `all` is."""
@@ -386,8 +392,7 @@ def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
 def ranks_beside_sampling(m: Migration) -> float:
     """Returns the data-parallel ranks of a policy that trains while other GPUs sample (RLinf's pipeline); 0 if it
     shares devices with sampling and auto_scheduler is off, or if no devices of the policy can be read."""
-    total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
-    roles, _ = placed(m, total)
+    roles, _ = placed(m, cluster(m))
     train, infer = roles.get("actor", []), roles.get("rollout", [])
     if not train or set(train) & set(infer) and not m.flag("cluster.auto_scheduler"):
         return 0
@@ -396,24 +401,18 @@ def ranks_beside_sampling(m: Migration) -> float:
 
 
 def layout(m: Migration):
-    nodes, per = m.integer("cluster.num_nodes"), m.integer("cluster.num_gpus_per_node")
-    total = nodes * per
+    nodes, total = m.integer(CLUSTER[0]), cluster(m)
     roles, unread = placed(m, total)
     if unread:
         text = f"{str(m[unread]).strip()!r}: expected all, 0-7 or numbers with commas, of devices of one kind"
         m.lacks(unread, text, refuse=True)
     train, infer = roles.get("actor", []), roles.get("rollout", [])
     used = set(train) | set(infer)
-    m.gpus = gpus = len(used) or total
+    gpus = devices.count_gpus(m, len(used) or total)
     backend = ACTOR + "training_backend"
     sizes = devices.megatron_sizes(m, MODEL, not on_fsdp(m))
     apart = bool(train and infer and not set(train) & set(infer))
-    keys = (
-        "cluster.num_nodes",
-        "cluster.num_gpus_per_node",
-        PLACEMENT,
-        *(MODEL + name for name in devices.MEGATRON.values()),
-    )
+    keys = (*CLUSTER, PLACEMENT, *(MODEL + name for name in devices.MEGATRON.values()))
     devices.mesh(m, (backend,), keys, **sizes, gpus=len(train) if apart else gpus)
     m.facts["GPUs"] = gpus
     served = m.integer(ROLLOUT + "tensor_parallel_size")

@@ -146,17 +146,17 @@ def layout(m: Migration):
     """Sets the mesh from the placement of the actor and, with Megatron, its parallel sizes, and mesh.roles.policy as in
     RL. A placement that cannot be read is refused. Raises Unreadable for a training_backend other than fsdp, fsdp2 and
     megatron."""
-    total = m.integer("cluster.num_nodes") * m.integer("cluster.num_gpus_per_node")
+    total = rl.cluster(m)
     roles, unread = rl.placed(m, total)
     if unread:
         text = f"{str(m[unread]).strip()!r}: expected all, 0-7 or numbers with commas, of devices of one kind"
         m.lacks(unread, text, refuse=True)
-    m.gpus = len(roles.get("actor", [])) or total
+    devices.count_gpus(m, len(roles.get("actor", [])) or total)
     backend = ACTOR + "training_backend"
     if m.text(backend) not in ("fsdp", "fsdp2", "megatron"):
         raise m.wrong(backend, "fsdp, fsdp2 or megatron")
     sizes = devices.megatron_sizes(m, MODEL, m.text(backend) == "megatron")
-    keys = ("cluster.num_nodes", "cluster.num_gpus_per_node", PLACEMENT)
+    keys = (*rl.CLUSTER, PLACEMENT)
     names = [MODEL + name for name in devices.MEGATRON.values()]
     devices.mesh(m, (backend,), (*keys, *names), **sizes, gpus=m.gpus)
     rl.rest(m)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from jaxrl.migrate import common, images, supervised
-from jaxrl.migrate.devices import mesh
+from jaxrl.migrate.devices import count_gpus, mesh
 from jaxrl.migrate.systems.roll_layout import (
     ACCUMULATION,
     ARGS,
@@ -42,7 +42,7 @@ def lengths(m: Migration):
 def layout(m: Migration):
     """Sets the mesh from the trained role's devices, or --gpus, and its parallel sizes."""
     train, (tp, pp, cp, ep) = devices(m, TRAIN), sizes(m)
-    m.gpus = len(train) or m.gpus
+    count_gpus(m, len(train))
     keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
     mesh(m, (STRATEGY,), keys, tp=tp, pp=pp, cp=cp, ep=ep, gpus=m.gpus)
 

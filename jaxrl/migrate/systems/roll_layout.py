@@ -6,7 +6,7 @@ import ast
 import math
 
 from jaxrl.migrate import common
-from jaxrl.migrate.devices import apart, engine, mesh, rest, shared
+from jaxrl.migrate.devices import apart, count_gpus, engine, mesh, rest, shared
 from jaxrl.migrate.table import Migration
 
 TRAIN, INFER, CRITIC, REF, VALID = "actor_train.", "actor_infer.", "critic.", "reference.", "validation."
@@ -113,8 +113,7 @@ def layout(m: Migration):
     train, infer = devices(m, TRAIN), devices(m, INFER)
     per, tp_sizes = m.integer("num_gpus_per_node"), sizes(m)
     used = set(train) | set(infer)
-    gpus = len(used) or m.gpus
-    m.gpus = gpus
+    gpus = count_gpus(m, len(used))
     tp, pp, cp, ep = tp_sizes
     keys = (TRAIN + "device_mapping", *MEGATRON, ULYSSES)
     colocated = not train or not infer or bool(set(train) & set(infer))

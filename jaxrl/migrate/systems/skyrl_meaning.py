@@ -409,17 +409,17 @@ def optimizer(m: Migration):
 
 def layout(m: Migration):
     p = "trainer.placement."
-    nodes, per = m.integer(p + "policy_num_nodes"), m.integer(p + "policy_num_gpus_per_node")
-    gpus = m.gpus or nodes * per
+    place = (p + "policy_num_nodes", p + "policy_num_gpus_per_node")
+    nodes, per = map(m.integer, place)
+    gpus = devices.count_gpus(m, nodes * per if any(map(m.given, place)) else 0, nodes * per)
     mega = m.text("trainer.strategy") == "megatron"
     sizes = devices.megatron_sizes(m, MEGATRON, mega)
     if not mega:
         sizes["cp"] = m.integer(POLICY + "sequence_parallel_size")
-    m.gpus = gpus
     devices.mesh(
         m,
         ("trainer.strategy",),
-        (p + "policy_num_nodes", p + "policy_num_gpus_per_node", *MESH),
+        (*place, *MESH),
         **sizes,
         fsdp=m.integer(POLICY + "fsdp_config.fsdp_size") or 0,
         gpus=gpus,

@@ -119,10 +119,11 @@ def evaluation(m: Migration):
 def layout(m: Migration):
     """Sets mesh.* from the sizes of Megatron or FSDP, and mesh.roles.policy rest=streamed for FSDP's cpu_offload.
 
-    GPUs are --gpus, else nodes x GPUs per node. Raises Unreadable for another strategy than megatron, fsdp and fsdp2.
+    GPUs are nodes x GPUs per node if the source sets one of them, else --gpus. Raises Unreadable for another strategy
+    than megatron, fsdp and fsdp2.
     """
     nodes, per = (m.integer(key) for key in PLACE)
-    m.gpus = m.gpus or nodes * per
+    devices.count_gpus(m, nodes * per if any(map(m.given, PLACE)) else 0, nodes * per)
     strategy = m.text("strategy")
     if strategy not in ("megatron", "fsdp", "fsdp2"):
         raise m.wrong("strategy", "megatron or fsdp")

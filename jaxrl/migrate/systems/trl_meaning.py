@@ -27,7 +27,7 @@ def processes(m: Migration) -> int:
             "is not set, and batches are completions per process: give --gpus=N, the processes that train (without the "
             "GPUs of vLLM in server mode)",
         )
-    m.gpus = m.integer("num_processes") if m.given("num_processes") else m.gpus
+    devices.count_gpus(m, m.integer("num_processes") if m.given("num_processes") else 0)
     apart = m.flag("use_vllm") and m.text("vllm_mode") == "server"
     m.facts["GPUs"] = f"{m.gpus} that train; vLLM has its own" if apart else m.gpus
     return m.gpus

@@ -7,7 +7,7 @@ import math
 import re
 
 from jaxrl.migrate import common
-from jaxrl.migrate.devices import mesh, ranges, rest
+from jaxrl.migrate.devices import count_gpus, mesh, ranges, rest
 from jaxrl.migrate.table import Migration
 
 MODEL, ACTOR, CRITIC = "model_config.", "actor_model_config.", "critic_model_config."
@@ -422,8 +422,7 @@ def layout(m: Migration):
     known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
     count = math.prod(sizes.values()) if known else 0
     tp, keys = sizes.get("tp", sizes.get("tensor", 1)), (shape, names)
-    mesh(m, keys, keys, tp=tp, gpus=count, fsdp=sizes.get("fsdp", 0))
-    m.gpus = m.gpus or count
+    mesh(m, keys, keys, tp=tp, gpus=count_gpus(m, count), fsdp=sizes.get("fsdp", 0))
     m.set("rollout.engine", "jax", "rollout_engine")
     other, places = "rollout_model_config.mesh.shape", "rollout_model_config.mesh.devices"
     if m[other] is not None and m.text(places) == "actor":

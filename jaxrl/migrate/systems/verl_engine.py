@@ -50,11 +50,13 @@ def backend(m: Migration) -> str:
 def layout(m: Migration):
     """Sets mesh.*, rollout.engine with its servers, and mesh.roles: where policy and reference are between uses.
 
-    GPUs are --gpus, else nnodes x n_gpus_per_node; sizes are those of the training engine (`backend`). Servers share
-    the GPUs with training. The sizes of an unknown engine, and a server over several hosts, are not carried over.
+    GPUs are nnodes x n_gpus_per_node if the source sets one of them, else --gpus; sizes are those of the training
+    engine (`backend`). Servers share the GPUs with training. The sizes of an unknown engine, and a server over several
+    hosts, are not carried over.
     """
     nodes, per, kind = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node"), backend(m)
-    m.gpus = m.gpus or nodes * per
+    named = any(m.given(TRAINER + n) for n in ("nnodes", "n_gpus_per_node"))
+    devices.count_gpus(m, nodes * per if named else 0, nodes * per)
     place, axes = LAYOUTS.get(kind, (FSDP, {}))
     ulysses, fsdp = ACTOR + "ulysses_sequence_parallel_size", ACTOR + place + "fsdp_size"
     if kind not in LAYOUTS and kind not in ("fsdp", "fsdp2"):

@@ -117,19 +117,20 @@ def evaluation(m: Migration):
 
 def gpus(m: Migration) -> int:
     """Returns the number of GPUs: torchrun's --nproc-per-node x --nnodes (1 without) if the command has the number,
-    else trainer.nnodes x n_gpus_per_node if the source sets one of them, else --gpus (0: unknown)."""
+    else trainer.nnodes x n_gpus_per_node if the source sets one of them, else 0."""
     if found := re.search(r"--nproc[-_]per[-_]node[= ](\d+)", m.command):
         nodes = re.search(r"--nnodes[= ](\d+)", m.command)
         return int(found[1]) * (int(nodes[1]) if nodes else 1)
     if any(m.given(key) for key in PLACE):
         return m.integer(PLACE[0]) * m.integer(PLACE[1])
-    return m.gpus
+    return 0
 
 
 def layout(m: Migration):
     """Sets mesh.* from the engine's sizes, and mesh.roles.policy: rest=streamed or host where parameters or optimizer
-    state are offloaded. The GPUs are those of `gpus`. The sizes of an unknown engine are not carried over."""
-    m.gpus = gpus(m)
+    state are offloaded. The GPUs are those of `gpus`, else --gpus. The sizes of an unknown engine are not carried
+    over."""
+    devices.count_gpus(m, gpus(m))
     if first(m):
         devices.mesh(
             m,

@@ -1,0 +1,50 @@
+"""jaxrl.migrate: values that a reader cut, passed over or read by one spelling, and said nothing of it."""
+
+import json
+
+import pytest
+from test_migrate import migrated, values
+
+from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.systems import table_of
+from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
+
+PLACE = "trainer.placement.policy_num_"
+R, A, S = "actor_rollout_ref.rollout.", "actor_train.training_args.", "algorithm.sampling_params."
+SFT = {"data.train_files": "a.parquet", "data.max_length": 64, "model.path": "a/b"}
+ROWS = {"sequence_length": 64, "pretrain": "a/b", "actor_train.data_args.file_name": ["a.json"]}
+ALL = {"cluster.component_placement.actor,rollout": "all"}
+SIZED = {  # table -> what says the number of GPUs, beside what it needs; and the number
+    "verl": ({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}, {}, 16),
+    "verl/sft": ({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}, SFT, 16),
+    "skyrl": ({PLACE + "nodes": 2, PLACE + "gpus_per_node": 8}, {}, 16),
+    "skyrl/sft": ({"placement.num_nodes": 2, "placement.num_gpus_per_node": 8}, {}, 16),
+    "rlinf": ({"cluster.num_gpus_per_node": 8}, {"cluster.num_nodes": 2, **ALL}, 16),
+    "areal": ({"actor.backend": "fsdp:d4t2", "rollout.backend": "vllm:d4"}, {}, 8),
+    "areal/sft": ({"actor.backend": "fsdp:d4t2"}, {}, 8),
+    "roll": ({"actor_train.device_mapping": "list(range(0,16))"}, {}, 16),
+    "roll/sft": ({"sft_train.device_mapping": "list(range(0,16))"}, ROWS, 16),
+    "trl": ({"num_processes": 16}, {"num_generations": 8}, 16),
+}
+
+
+def of(system, settings=None, **more):
+    return migrated(system, {**table_of(system).required, **(settings or {})}, **more)
+
+
+@pytest.mark.parametrize("system", SIZED)
+def test_the_sources_gpus_win_and_gpus_stands_for_what_it_does_not_say(system):
+    said, beside, count = SIZED[system]
+    silent = lambda m: not any("--gpus" in text for text in m.different)  # noqa: E731
+    m = of(system, {**beside, **said}, gpus=4)
+    assert m.gpus == count and m.trained_on in (0, count)
+    assert [t for t in m.different if t.startswith("--gpus=4 has no effect")] and silent(of(system, {**beside, **said}, gpus=count))
+    required = {k: v for k, v in table_of(system).required.items() if k not in said}
+    m = migrated(system, {**required, **beside}, gpus=4)
+    assert m.gpus == 4 and m.trained_on in (0, 4) and silent(m)
+
+
+def test_torchruns_number_wins_over_gpus():
+    command = "torchrun --nnodes=2 --nproc_per_node=8 -m verl.trainer.sft_trainer"
+    m = migrated("verl/sft", SFT, command=command, gpus=4)
+    assert m.gpus == 16 and any(t.startswith("--gpus=4 has no effect") for t in m.different)
