@@ -48,3 +48,20 @@ def test_torchruns_number_wins_over_gpus():
     command = "torchrun --nnodes=2 --nproc_per_node=8 -m verl.trainer.sft_trainer"
     m = migrated("verl/sft", SFT, command=command, gpus=4)
     assert m.gpus == 16 and any(t.startswith("--gpus=4 has no effect") for t in m.different)
+
+
+@pytest.mark.parametrize("system, settings", [
+    ("verl", {"trainer.total_epochs": 0}), ("verl/sft", {**SFT, "trainer.total_epochs": 0}), ("skyrl", {"trainer.epochs": 0}),
+    ("skyrl/sft", {"num_epochs": 0}), ("areal", {"total_train_epochs": 0}), ("cosmos_rl", {"train.epoch": 0}), ("rlinf", {"runner.max_epochs": 0}),
+    ("trl", {"num_train_epochs": 0}), ("trl", {"num_train_epochs": -0.5}), ("tunix", {"num_train_epochs": 0}),
+    ("roll/preference", {**ROWS, A + "num_train_epochs": 0.5}), ("roll/preference", {**ROWS, "max_steps": -1})])
+def test_a_run_of_no_epoch_is_no_run_without_a_limit(system, settings):
+    with pytest.raises(Unreadable, match="at least 1"):
+        of(system, settings, gpus=8)
+
+
+def test_a_part_of_an_epoch():
+    m = of("roll/preference", {**ROWS, A + "num_train_epochs": 1.5, "max_steps": 7}, gpus=8)
+    assert (values(m)["data.epochs"], values(m)["train.steps"]) == (1, 7)
+    m = of("trl", {"num_train_epochs": 0.5})
+    assert values(m)["data.epochs"] == 1 and [key for key, *_ in m.lacking] == ["num_train_epochs"]

@@ -287,12 +287,7 @@ class Migration:
         if value is None:
             return None
         value = scalar(value) if isinstance(value, str) else value  # "1e-6" in quotes
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or value != value
-            or abs(value) == float("inf")
-        ):
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
             raise self.wrong(name, "a number")
         return value
 
@@ -593,6 +588,8 @@ def fitting(option: str, value):
         value = str(value)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         raise ConfigError(f"{option}: expected {'a number' if kind in (int, float) else kind.__name__}")
+    if option == "data.epochs" and value < 1:
+        raise ConfigError(f"{option}={value}: expected at least 1; in the source no row is trained, 0 is no limit here")
     if wrong := not_chosen(opt, value):
         raise ConfigError(f"{option}={value!r}: {wrong}")
     if opt.bound and not BOUNDS[opt.bound][0](value):

@@ -169,13 +169,17 @@ def distill_data(m: Migration):
 
 
 def length_of_run(m: Migration):
-    """Sets data.epochs from num_train_epochs and, in DPO, train.steps from a max_steps above 0; otherwise marks
-    max_steps inert. Raises Unreadable for a part of an epoch, but in DPO, where it is dropped."""
+    """Sets data.epochs from num_train_epochs and, in DPO, train.steps from max_steps; otherwise marks max_steps inert.
+    Raises Unreadable for less than one epoch, for a part of one, but in DPO, which drops it, and there for a max_steps
+    below 1."""
     epochs, steps = m.number(TRAIN + ARGS + "num_train_epochs"), m.integer("max_steps")
-    if epochs != int(epochs) and m.options["run.recipe"][0] != "preference":
+    pairs = m.options["run.recipe"][0] == "preference"
+    if epochs != int(epochs) and not pairs:
         raise m.wrong(TRAIN + ARGS + "num_train_epochs", "a whole number, as this pipeline of ROLL does")
     m.set("data.epochs", int(epochs), TRAIN + ARGS + "num_train_epochs")
-    if m.options["run.recipe"][0] == "preference" and steps and steps > 0:
+    if pairs:
+        if not steps or steps < 1:
+            raise m.wrong("max_steps", "at least 1, without which ROLL's DPO does not start")
         m.set("train.steps", steps, "max_steps")
     else:
         why = "this pipeline counts num_train_epochs"

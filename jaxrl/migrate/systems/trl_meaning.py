@@ -89,7 +89,7 @@ def length_of_run(m: Migration):
         m.mark("num_train_epochs", "inert", "max_steps wins")
     elif epochs != int(epochs):
         m.lacks("num_train_epochs", "passes over the data are whole here: rounded up")
-        m.set("data.epochs", int(epochs) + 1, "num_train_epochs")
+        m.set("data.epochs", math.ceil(epochs), "num_train_epochs")
     else:
         m.set("data.epochs", int(epochs), "num_train_epochs")
 

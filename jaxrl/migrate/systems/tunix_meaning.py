@@ -366,12 +366,20 @@ def whole_updates(m: Migration) -> int:
     if not own:
         m.replaced.add(key)
     share = m.number("train_fraction") or 0.8
-    return int((m.integer("num_batches") or 0) * (m.integer("num_train_epochs") or 1) * share)
+    return int((m.integer("num_batches") or 0) * passes(m) * share)
+
+
+def passes(m: Migration) -> int:
+    """Returns the passes over the rows, 1 unless the source sets them. Raises Unreadable for less than one."""
+    count = m.integer("num_train_epochs")
+    if count is not None and count < 1:
+        raise m.wrong("num_train_epochs", "at least 1")
+    return count or 1
 
 
 def run(m: Migration):
     """max_steps counts optimizer steps and is looked at after a step; the agentic learner counts steps."""
-    key, whole, epochs = TRAINING + "max_steps", whole_updates(m), m.integer("num_train_epochs") or 1
+    key, whole, epochs = TRAINING + "max_steps", whole_updates(m), passes(m)
     each = 1 if algorithm(m) == AGENTIC else common.updates(m)
     if whole:
         m.set("train.steps", -(-whole // each), key, "num_batches", "num_train_epochs", "train_fraction")
