@@ -65,3 +65,19 @@ def test_a_part_of_an_epoch():
     assert (values(m)["data.epochs"], values(m)["train.steps"]) == (1, 7)
     m = of("trl", {"num_train_epochs": 0.5})
     assert values(m)["data.epochs"] == 1 and [key for key, *_ in m.lacking] == ["num_train_epochs"]
+
+
+def test_the_factor_of_the_loss_is_read_beside_a_kl_in_the_reward():
+    kl = {"rollout_batch_size": 64, "response_length": 64, "add_token_level_kl": True, "init_kl_coef": 0.1}
+    for factor in (0, 1, 2):
+        m = of("roll", {**kl, "rl_loss_coef": factor}, gpus=8)
+        assert values(m)["algorithm.kl.placement"] == "reward"
+        assert [(key, refuse) for key, _, refuse in m.lacking] == [("rl_loss_coef", factor == 0)] * (factor != 1)
+
+
+def test_a_correction_beside_ratios_to_the_sampler_is_not_passed_over():
+    a, o = "trainer.algorithm.", "trainer.algorithm.off_policy_correction."
+    for more in ({o + "tis_ratio_type": "token"}, {o + "sequence_mask_metric": "geometric"}, {a + "use_tis": True}):
+        m = of("skyrl", {a + "policy_loss_type": "dppo", **more})
+        assert values(m)["algorithm.mismatch.correction"] == "none" and [key for key, *_ in m.lacking] == list(more)
+    assert not of("skyrl", {a + "policy_loss_type": "dppo"}).lacking

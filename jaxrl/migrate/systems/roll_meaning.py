@@ -328,7 +328,9 @@ def kl_in_reward(m: Migration) -> bool:
 
 def kl(m: Migration):
     """Sets algorithm.kl.*: low_var in the loss by use_kl_loss and kl_loss_coef (0 unless set), or kl_penalty in the
-    reward; both are refused. Reports a target_kl of the latter; without it, an rl_loss_coef but 1 (0 is refused)."""
+    reward; both are refused. Reports a target_kl of the latter, and an rl_loss_coef but 1 (0 is refused)."""
+    if (scale := m.number("rl_loss_coef")) != 1:
+        m.lacks("rl_loss_coef", "the policy loss has no factor of its own: scale optimizer.lr", refuse=not scale)
     in_loss, in_reward = m.flag("use_kl_loss"), kl_in_reward(m)
     coef, reward = (m.number("kl_loss_coef") if in_loss else 0.0), (m.number("init_kl_coef") if in_reward else 0.0)
     if coef and reward:
@@ -340,10 +342,7 @@ def kl(m: Migration):
         if m["target_kl"] is not None:
             m.lacks("target_kl", "the coefficient of the KL is fixed here")
         return
-    scale = m.number("rl_loss_coef")
     common.kl(m, float(coef), "low_var", "loss", "use_kl_loss", "kl_loss_coef", "add_token_level_kl")
-    if scale != 1:
-        m.lacks("rl_loss_coef", "the policy loss has no factor of its own: scale optimizer.lr", refuse=not scale)
 
 
 def masks(m: Migration):

@@ -238,16 +238,8 @@ def kl(m: Migration):
         key = a + "use_kl_estimator_k3"
     estimator = {"k3": "low_var"}.get(estimator, estimator)  # theirs is clipped
     coef = m.number(a + "kl_loss_coef") if loss or reward else 0.0
-    common.kl(
-        m,
-        coef,
-        estimator,
-        "reward" if reward else "loss",
-        a + "use_kl_loss",
-        a + "use_kl_in_reward",
-        a + "kl_loss_coef",
-        key,
-    )
+    keys = (a + "use_kl_loss", a + "use_kl_in_reward", a + "kl_loss_coef", key)
+    common.kl(m, coef, estimator, "reward" if reward else "loss", *keys)
     if loss and coef:
         m.differs(
             "SkyRL averages the KL in the loss over sequences of token means, whatever loss_reduction says; here it "
@@ -285,6 +277,9 @@ def mismatch(m: Migration):
             )
     if m.options.get("algorithm.old_logprobs", ("", ()))[0] == "rollout":
         m.set("algorithm.mismatch.correction", "none", o + "tis_ratio_type")
+        if key or mask:
+            why = "a loss whose ratios are to the sampler's log-probs has no further weight or mask of them"
+            m.lacks(key or o + "sequence_mask_metric", why)
         return
     if mask in ("geometric", "product"):
         low, high = (f"{o}{'geo' if mask == 'geometric' else 'product'}_mask_{side}" for side in ("low", "high"))
