@@ -81,3 +81,32 @@ def test_a_correction_beside_ratios_to_the_sampler_is_not_passed_over():
         m = of("skyrl", {a + "policy_loss_type": "dppo", **more})
         assert values(m)["algorithm.mismatch.correction"] == "none" and [key for key, *_ in m.lacking] == list(more)
     assert not of("skyrl", {a + "policy_loss_type": "dppo"}).lacking
+
+
+@pytest.mark.parametrize("system, key, option, off", [
+    ("roll", "resume_from_checkpoint", "run.resume", "never"), ("trl", "resume_from_checkpoint", "run.resume", "never"),
+    ("cosmos_rl", "train.resume", "run.resume", "never"), ("verl", "trainer.val_before_train", "eval.before", False),
+    ("verl", "actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", "none"),
+    ("skyrl", "trainer.bf16", "train.compute_dtype", "fp32"), ("rlinf", "actor.optim.optimizer_cpu_offload", "optimizer.offload", False)])
+def test_a_switch_is_off_by_any_spelling(system, key, option, off):
+    """Quoted text, in capitals too, and the empty text of a variable that a script does not set."""
+    on = values(of(system, {key: True}, gpus=8))[option]
+    for value in (False, "false", "False", "FALSE", ""):
+        m = of(system, {key: value}, gpus=8)
+        assert values(m)[option] == off != on, value
+        assert not any(key in text for text in m.needs_you)
+    assert all(values(of(system, {key: value}, gpus=8))[option] == on for value in ("true", "True"))
+
+
+def test_a_switch_that_is_off_asks_for_nothing():
+    for value in ("False", ""):
+        assert table_of("roll").jobs and of("roll", {"is_pure_opd": value}, gpus=8).job is None
+        m = of("cosmos_rl", {"policy.trainable_map.a.b": value, "policy.trainable_map.c": True})
+        assert (values(m)["model.trainable"], values(m)["model.frozen"]) == (("c",), (r"a\.b",))
+        m = of("verl", {"data.val_files": value or "", **{R + "multi_turn.use_inference_chat_template": value}})
+        assert not any("multi_turn" in text for text in m.needs_you)
+        m = of("rlinf", {"rollout.vllm.enable_prefix_caching": value, "rollout.rollout_backend": "vllm"})
+        assert values(m)["rollout.vllm.prefix_caching"] is False
+    m = migrated("verl/sft", {**SFT, "data.val_files": ""})
+    assert not m.lacking and values(m)["eval.after"] is False
+    assert "rollout.vllm.engine_kwargs.quantization" not in values(of("cosmos_rl", {"rollout.quantization": "None"}))

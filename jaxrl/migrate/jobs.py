@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.migrate.source import Setting, Source
+from jaxrl.migrate.source import Setting, Source, switch
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def _set(settings: Mapping[str, Setting], key: str) -> Setting | None:
     name, eq, value = key.partition("=")
     pattern = re.compile(pattern_of(name))
     of = (s for s in settings.values() if pattern.fullmatch(s.key))
-    return next((s for s in of if (str(s.value) == value if eq else s.value not in (None, False, {}, ""))), None)
+    values = ((s, switch(s.value)) for s in of)
+    return next((s for s, v in values if (str(v) == value if eq else v not in (None, False, {}, ""))), None)
 
 
 def pattern_of(name: str) -> str:

@@ -73,6 +73,11 @@ def scalar(text: str) -> Any:
     return text
 
 
+def switch(value: Any) -> Any:
+    """Returns text that spells true or false, in whatever case, as a bool, and any other value as it is."""
+    return _WORDS[value.lower()] if isinstance(value, str) and value.lower() in ("true", "false") else value
+
+
 def override_value(text: str, depth: int = 0) -> Any:
     """Returns the value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
 

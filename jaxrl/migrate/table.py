@@ -15,7 +15,7 @@ from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
 from jaxrl.migrate.jobs import Job, job_of, pattern_of
-from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar
+from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar, switch
 
 KINDS = ("exact", "equivalent", "automatic", "inert", "unsupported", "ask", "unknown")
 ANYBODYS = re.compile(r"kwargs$|(^|_)envs?(_(?!manager)|$)|(^|_)environment|overrides?$|labels$")  # anybody's keys
@@ -204,6 +204,8 @@ class Migration:
                     near = [s.key.removesuffix(leaf) + n for n in near]
                 self.unknown.append((s, f"no such key; the nearest is {near[0]}" if near else "no such key"))
         for name, found in self.owned.items():
+            if any(type(value) is bool for value in (self.default(name), *self._known[name].fine)):
+                found[:] = [s._replace(value=s.value != "" and switch(s.value)) for s in found]
             carried = self._known[name].kind in ("exact", "equivalent") and "*" not in name
             if carried:
                 found.sort(key=lambda s: s.value is not None)  # null under a name of another version says nothing
@@ -292,10 +294,9 @@ class Migration:
         return value
 
     def flag(self, name: str) -> bool:
-        value = self[name]
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if value is None:
+        """Returns a switch; False for null and for empty text, as an unset variable of a script leaves it."""
+        value = switch(self[name])
+        if value in (None, ""):
             return False
         if not isinstance(value, bool) and value not in (0, 1):
             raise self.wrong(name, "true or false")
@@ -320,7 +321,7 @@ class Migration:
         value = self[name]
         if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]":  # a list in quotes
             value = override_value(value)
-        return value if isinstance(value, list) else [] if value is None else [value]
+        return value if isinstance(value, list) else [] if value in (None, "") else [value]
 
     # -- saying --------------------------------------------------------------------------------------------------------
 
@@ -391,7 +392,8 @@ class Migration:
         said = False  # of a whole table the first key speaks for all
         if key.kind == "unsupported":
             for s in settings:
-                if s.value not in (*key.fine, None) and s.value != self.default(key.name):
+                empty = None if self.default(key.name) or True in key.fine else ""  # a switch that is off, or no text
+                if s.value not in (*key.fine, None, empty) and s.value != self.default(key.name):
                     said or self.lacking.append((s.key, f"{_short(s.value)}: {key.why}", key.refuse))
                     self.marks[s.key] = ("unsupported", key.why)
                     said = key.name.endswith("**")
@@ -582,8 +584,8 @@ def fitting(option: str, value):
         value = int(value)
     elif kind is float and type(value) is int:
         value = float(value)
-    elif kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
-        value = value.lower() == "true"
+    elif kind is bool:
+        value = switch(value)
     elif kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:

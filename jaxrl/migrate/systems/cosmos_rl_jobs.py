@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.migrate import common, devices, episodes, images
+from jaxrl.migrate.source import switch
 from jaxrl.migrate.systems.cosmos_rl_meaning import DISTILL, POLICY, ROLL, TRAIN, P, dense, recipe, sizes
 from jaxrl.migrate.table import Migration
 
@@ -65,7 +66,7 @@ def _engine(m: Migration, gpus: int, tp: int, engines: int, together: bool):
     m.set("rollout.vllm.chunked_prefill", m.flag(ROLL + "enable_chunked_prefill"), ROLL + "enable_chunked_prefill")
     kwargs = "rollout.vllm.engine_kwargs."
     m.set(kwargs + "enforce_eager", m.flag(ROLL + "enforce_eager"), ROLL + "enforce_eager")
-    if m.text(ROLL + "quantization") not in ("", "none"):
+    if m.text(ROLL + "quantization").lower() not in ("", "none"):
         m.set(kwargs + "quantization", m.text(ROLL + "quantization"), ROLL + "quantization")
     if m.integer(RPAR + "ep_size") > 1:
         m.set(kwargs + "enable_expert_parallel", True, RPAR + "ep_size")
@@ -128,8 +129,8 @@ def saving(m: Migration):
     if m.text(TRAIN + "output_dir"):
         m.set("run.dir", m.text(TRAIN + "output_dir").removeprefix("./").rstrip("/") or "outputs", TRAIN + "output_dir")
     at = m[TRAIN + "resume"]
-    m.set("run.resume", "auto" if at and at != "false" else "never", TRAIN + "resume")
-    if isinstance(at, str) and at.lower() not in ("true", "false"):
+    m.set("run.resume", "auto" if at else "never", TRAIN + "resume")
+    if isinstance(at, str) and at:
         m.needs("train.resume: checkpoints of Cosmos-RL are not read; name its exported folder in model.path")
     if not on:
         return
@@ -182,7 +183,7 @@ def model(m: Migration):
         m.set("model.revision", m.text(POLICY + "model_revision"), POLICY + "model_revision")
     if m.text(POLICY + "model_safetensor_path"):
         m.lacks(POLICY + "model_safetensor_path", "weights lie in the folder of model.path")
-    maps = {s.key[len(POLICY + "trainable_map.") :]: s.value for s in m.all(POLICY + "trainable_map.**")}
+    maps = {s.key[len(POLICY + "trainable_map.") :]: switch(s.value) for s in m.all(POLICY + "trainable_map.**")}
     for names, option in (
         ([n for n, on in maps.items() if on], "trainable"),
         ([n for n, on in maps.items() if not on], "frozen"),
@@ -232,10 +233,10 @@ def adapters(m: Migration):
         if found:
             entries = tuple(f"{s.key[len(lo + source) + 1 :]}={s.value}" for s in found)
             m.set(f"lora.{option}", entries, f"{lo}{source}.**")
-    start = m[lo + "init_lora_weights"]
+    start = switch(m[lo + "init_lora_weights"])
     if start is False:
         m.lacks(lo + "init_lora_weights", "adapters that are no no-op at the start")
-    elif isinstance(start, str) and start.lower() != "true":
+    elif start and isinstance(start, str):
         m.set("lora.init", start, lo + "init_lora_weights")
 
 

@@ -6,6 +6,7 @@ import math
 import re
 
 from jaxrl.migrate import common, devices
+from jaxrl.migrate.source import switch
 from jaxrl.migrate.table import Migration
 
 ALGO, DATA, RUNNER, ACTOR = "algorithm.", "data.", "runner.", "actor."
@@ -592,7 +593,7 @@ def engine_options(m: Migration):
         if m.text(ROLLOUT + "rollout_backend") != "vllm" or s.value is None:
             m.mark(s.key, "inert", "of another engine, or empty")
         elif name in ("enable_chunked_prefill", "enable_prefix_caching"):
-            m.set(f"rollout.vllm.{name.removeprefix('enable_')}", bool(s.value), s.key)
+            m.set(f"rollout.vllm.{name.removeprefix('enable_')}", bool(switch(s.value)), s.key)
         elif name == "max_num_batched_tokens":
             m.set("rollout.vllm.engine_kwargs.max_num_batched_tokens", s.value, s.key)
         else:

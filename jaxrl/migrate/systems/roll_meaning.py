@@ -573,7 +573,7 @@ def places(m: Migration):
         m.mark("output_dir", "automatic", "run.dir is checkpoint_config.output_dir, where ROLL keeps checkpoints")
     common.checkpoints(m, "save_steps", "max_ckpt_to_keep")
     resume = m["resume_from_checkpoint"]
-    if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
+    if resume and isinstance(resume, str):
         m.needs(
             f"resume_from_checkpoint={resume}: ROLL's checkpoints are not read; export it as a Hugging Face folder and "
             "name that in model.path"

@@ -550,7 +550,7 @@ def resume(m: Migration):
             f"trainer.resume_path={m['trainer.resume_path']}: SkyRL's checkpoints are not read; export it to a Hugging "
             "Face folder and name that in model.path"
         )
-    m.set("run.resume", "never" if mode in ("", "none") else "auto", "trainer.resume_mode")
+    m.set("run.resume", "never" if mode.lower() in ("", "none") else "auto", "trainer.resume_mode")
 
 
 def places(m: Migration):

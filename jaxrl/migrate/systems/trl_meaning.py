@@ -6,7 +6,7 @@ import math
 import re
 
 from jaxrl.migrate import common, devices
-from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.source import Unreadable, switch
 from jaxrl.migrate.table import Migration
 
 # names of models that have experts
@@ -382,10 +382,10 @@ def saving(m: Migration):
             m.needs(
                 "push_to_hub without an owner in hub_model_id: name owner/name in checkpoint.upload.to=hf://owner/name"
             )
-    at = m["resume_from_checkpoint"]
+    at = switch(m["resume_from_checkpoint"])
     if at is not None:
         m.set("run.resume", "auto" if at else "never", "resume_from_checkpoint")
-        if isinstance(at, str):
+        if at and isinstance(at, str):
             m.needs("resume_from_checkpoint: TRL's checkpoints are not read; name the folder in model.path")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.migrate import episodes
+from jaxrl.migrate.source import switch
 from jaxrl.migrate.systems.verl_engine import ROLLOUT
 from jaxrl.migrate.table import Key, Migration
 
@@ -31,7 +32,7 @@ def turns(m: Migration):
         bounds = [
             s.key
             for s in m.singles.values()
-            if s.key.startswith(T) and s.value not in (None, 1, False) and s.key != T + "format"
+            if s.key.startswith(T) and switch(s.value) not in (None, 1, False, "") and s.key != T + "format"
         ]
         if bounds and not m.given(T + "enable"):
             m.needs(
