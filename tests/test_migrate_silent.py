@@ -110,3 +110,22 @@ def test_a_switch_that_is_off_asks_for_nothing():
     m = migrated("verl/sft", {**SFT, "data.val_files": ""})
     assert not m.lacking and values(m)["eval.after"] is False
     assert "rollout.vllm.engine_kwargs.quantization" not in values(of("cosmos_rl", {"rollout.quantization": "None"}))
+
+
+GAMES = {"rollout_batch_size": 64, "sequence_length": 2048, "train_env_manager.group_size": 8, "train_env_manager.tags": ["x"],
+         "train_env_manager.num_groups_partition": [8], "train_env_manager.num_env_groups": 8, "val_env_manager.group_size": 1,
+         "val_env_manager.tags": ["x"], "val_env_manager.num_groups_partition": [8], "eval_steps": 5, "custom_envs.x.env_type": "sokoban"}
+
+
+def test_rows_of_episodes_are_as_many_as_a_step_and_an_evaluation_have():
+    def lines(m, name):
+        return len(m.files[f"{m.name}_{name}.jsonl"].splitlines())
+
+    m = of("roll/agentic", {**GAMES, "val_batch_size": 8192, "rollout_batch_size": 8 * 5000}, gpus=1)
+    assert (lines(m, "eval"), lines(m, "rows"), values(m)["data.prompts_per_step"]) == (8192, 5000, 5000)
+    assert "8192 groups" in m.facts["evaluation"] and not any(str(MOST_ROWS) in text for text in m.different)
+    many = MOST_ROWS + 1
+    m = of("roll/agentic", {**GAMES, "val_batch_size": many, "rollout_batch_size": 8 * many}, gpus=1)
+    assert (lines(m, "eval"), lines(m, "rows")) == (MOST_ROWS, MOST_ROWS) and f"{MOST_ROWS} groups" in m.facts["evaluation"]
+    assert len([text for text in m.different if f"{many} groups" in text and f"{MOST_ROWS} rows" in text]) == 2
+    assert json.loads(m.files[f"{m.name}_eval.jsonl"].splitlines()[0]) == {"prompt": "x", "tag": "x"}

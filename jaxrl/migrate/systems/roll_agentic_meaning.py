@@ -16,7 +16,7 @@ ENV, VAL, NORM = "train_env_manager.", "val_env_manager.", "reward_normalization
 MANAGERS = "roll.pipeline.agentic.env_manager."
 TRAJECTORIES = {"TrajEnvManager", "VLTrajEnvManager"}
 STEPS = {"StepEnvManager", "StepConcatEnvManager"}
-MOST_ROWS = 4096
+MOST_ROWS = 65_536  # of a file, about 4 MB
 
 STUB = '''"""Episodes of ROLL's agentic pipeline ({what}): name what makes the environments.
 
@@ -332,7 +332,8 @@ def evaluation(m: Migration):
     rows = max(count // group, 1) if count > 0 else groups
     of = _shares(m, VAL)
     file = f"{m.name}_eval.jsonl"
-    m.files[file] = _rows(of, rows)
+    m.files[file] = _rows(m, of, rows, "evaluation has")
+    rows = min(rows, MOST_ROWS)
     m.set(
         "eval.sets",
         (f"val=./{file}",),
@@ -359,8 +360,11 @@ def _shares(m: Migration, role: str) -> list[tuple[str, int]]:
     return list(zip(names, parts, strict=False)) or [(names[0] if names else "", 1)]
 
 
-def _rows(shares: list[tuple[str, int]], count: int) -> str:
-    """Returns JSON lines of count rows with tags by their shares, in turn."""
+def _rows(m: Migration, shares: list[tuple[str, int]], count: int, what: str) -> str:
+    """Returns JSON lines of count rows with tags by their shares, in turn; of MOST_ROWS if it is more, which is noted.
+    what: that has so many groups, with its verb."""
+    if count > MOST_ROWS:
+        m.differs(f"{what} {count} groups of environments there; here the file has {MOST_ROWS} rows: write the others")
     total, out, done = sum(n for _, n in shares) or 1, [], [0] * len(shares)
     for i in range(min(count, MOST_ROWS)):
         behind = [n * (i + 1) / total - have for (_, n), have in zip(shares, done, strict=True)]
@@ -416,7 +420,8 @@ def environments(m: Migration):
     """
     prompts = m.options.get("data.prompts_per_step", (1,))[0]
     file = f"{m.name}_rows.jsonl"
-    m.files[file] = _rows(_shares(m, ENV), max(m.integer(ENV + "num_env_groups"), prompts))
+    count = max(min(m.integer(ENV + "num_env_groups"), MOST_ROWS), prompts)  # more than a step has are drawn anew
+    m.files[file] = _rows(m, _shares(m, ENV), count, "a step has")
     m.set("data.path", (f"./{file}",), ENV + "tags", ENV + "num_groups_partition", ENV + "num_env_groups")
     m.set("data.prompt_column", "prompt", ENV + "tags")
     m.set("data.answer_column", "", ENV + "tags")
