@@ -129,3 +129,10 @@ def test_rows_of_episodes_are_as_many_as_a_step_and_an_evaluation_have():
     assert (lines(m, "eval"), lines(m, "rows")) == (MOST_ROWS, MOST_ROWS) and f"{MOST_ROWS} groups" in m.facts["evaluation"]
     assert len([text for text in m.different if f"{many} groups" in text and f"{MOST_ROWS} rows" in text]) == 2
     assert json.loads(m.files[f"{m.name}_eval.jsonl"].splitlines()[0]) == {"prompt": "x", "tag": "x"}
+
+
+def test_shares_of_domains_without_files_ask_for_files():
+    of_domains = {f"rewards.{d}.{k}": v for d in "ab" for k, v in (("worker_cls", "x.MathRuleRewardWorker"), ("tag_included", [d]))}
+    shares = {f"actor_train.data_args.domain_interleave_probs.{d}": 0.5 for d in "ab"}
+    asked = [t for t in of("roll", {**of_domains, **shares}, gpus=8).needs_you if "domain_interleave_probs" in t]
+    assert len(asked) == 1 and "names no files (actor_train.data_args.file_name)" in asked[0] and "rows of ;" not in asked[0]

@@ -291,10 +291,11 @@ def _sources(m: Migration, tags: dict, judges: dict[str, str], domains: int, col
     untagged = [domain for domain in shares if domain not in tags.values()]
     if not files or untagged:
         said = ", ".join(f"{name} {value}" for name, value in shares.items())
+        what = f"no tags (rewards.*.tag_included) name the rows of {', '.join(untagged)}; give each domain a file and"
+        if not untagged:
+            what = f"the source names no files ({TRAIN + DATA}file_name): give the rows of each domain a file, and"
         m.needs(
-            f"domain_interleave_probs ({said}): no tags (rewards.*.tag_included) name the rows of "
-            f"{', '.join(untagged)}; "
-            "give each domain a file and name it in data.sources with this weight"
+            f"domain_interleave_probs ({said}): {what} name it in data.sources with this weight"
             + f", and its reward in `rewards` (until then a row is scored by {' and '.join(functions)})"
             * (len(functions) > 1)
         )
