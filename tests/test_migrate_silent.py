@@ -136,3 +136,13 @@ def test_shares_of_domains_without_files_ask_for_files():
     shares = {f"actor_train.data_args.domain_interleave_probs.{d}": 0.5 for d in "ab"}
     asked = [t for t in of("roll", {**of_domains, **shares}, gpus=8).needs_you if "domain_interleave_probs" in t]
     assert len(asked) == 1 and "names no files (actor_train.data_args.file_name)" in asked[0] and "rows of ;" not in asked[0]
+
+
+def test_greedy_sampling_is_reported_under_its_key():
+    assert [key for key, *_ in of("rlinf", {S + "do_sample": False}).lacking] == [S + "do_sample"]
+    assert [key for key, *_ in of("rlinf", {S + "use_greedy": True}).lacking] == [S + "use_greedy"]
+
+
+@pytest.mark.parametrize("key", [f"actor.{table}.{of}_level" for table in ("reward_norm", "adv_norm") for of in ("mean", "std")])
+def test_an_unknown_level_is_reported_under_its_key(key):
+    assert [name for name, _, refuse in of("areal", {key: "token"}).lacking if refuse] == [key]

@@ -93,7 +93,8 @@ def _norm(m: Migration):
         mean = std = "none"
     unknown = {mean, std} - {"group", "batch", "none"}
     if unknown:
-        m.lacks(n + "mean_level", f"levels are group, batch and null, not {', '.join(unknown)}", refuse=True)
+        key = n + ("mean_level" if mean in unknown else "std_level")
+        m.lacks(key, f"levels are group, batch and null, not {', '.join(unknown)}", refuse=True)
         return
     given, group = m[n + "group_size"], m.options["rollout.group_size"][0]
     size = group if "${gconfig.n_samples}" == given else m.integer(n + "group_size") or 1  # refers to what is not set
@@ -136,7 +137,8 @@ def advantage(m: Migration):
     levels = [m.text(n + f"{k}_level") or "none" for k in ("mean", "std")] if has(m, n) else ["none", "none"]
     known = {"batch": "step", "group": "group", "none": "none"}
     if unknown := [level for level in levels if level not in known]:
-        m.lacks(n + "mean_level", f"levels are batch, group and null, not {unknown[0]!r}", refuse=True)
+        key = n + ("mean_level" if levels[0] in unknown else "std_level")
+        m.lacks(key, f"levels are batch, group and null, not {unknown[0]!r}", refuse=True)
         return
     m.set("algorithm.whiten", levels != ["none", "none"], n + "mean_level", n + "std_level")
     if levels != ["none", "none"]:

@@ -204,11 +204,9 @@ def mismatch(m: Migration):
 
 
 def sampling(m: Migration):
-    greedy = m.flag(SAMPLE + "use_greedy") or not m.flag(SAMPLE + "do_sample")
-    if greedy:
-        m.lacks(
-            SAMPLE + "use_greedy", "greedy completions of a group are all equal: nothing can be learnt", refuse=True
-        )
+    for key, greedy in ((SAMPLE + "use_greedy", True), (SAMPLE + "do_sample", False)):
+        if m.flag(key) is greedy:
+            m.lacks(key, "greedy completions of a group are all equal: nothing can be learnt", refuse=True)
     top_k = m.integer(SAMPLE + "top_k")
     m.set("rollout.temperature", m.number(SAMPLE + "temperature"), SAMPLE + "temperature")
     m.set("rollout.top_p", m.number(SAMPLE + "top_p"), SAMPLE + "top_p")
