@@ -590,7 +590,7 @@ def fitting(option: str, value):
         value = str(value)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         raise ConfigError(f"{option}: expected {'a number' if kind in (int, float) else kind.__name__}")
-    if option == "data.epochs" and value < 1:
+    if option == "data.epochs" and isinstance(value, int) and value < 1:
         raise ConfigError(f"{option}={value}: expected at least 1; in the source no row is trained, 0 is no limit here")
     if wrong := not_chosen(opt, value):
         raise ConfigError(f"{option}={value!r}: {wrong}")
