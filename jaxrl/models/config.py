@@ -28,7 +28,12 @@ from jaxrl.models.vision.config import VisionConfig, vision_config
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Sizes are counts, soft-caps are 0 where there is none."""
+    """The architecture of a decoder-only language model.
+
+    `family` is a key of families.FAMILIES, `activation` one of feed_forward.ACTIVATIONS, and `layers` has the Layer of
+    each layer in order; num_heads, num_kv_heads and head_dim are those of attention. Sizes are counts, soft-caps are 0
+    where there is none, and a *_bias says whether these linear maps have biases.
+    """
 
     family: str
     vocab_size: int
@@ -76,8 +81,8 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers after the prefix,
-        except a shorter remainder.
+        """Length of the smallest block whose repetition gives all layers after the prefix, except a shorter remainder:
+        their number if no shorter block does, 1 if there are none.
         """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
@@ -228,7 +233,9 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:
-        """Returns the inner width of a layer's feed-forward per token."""
+        """Returns the inner width of a layer's feed-forward per token: of a layer with experts that of the chosen ones
+        and of the shared expert together; 0 without a feed-forward.
+        """
         if layer.feed_forward == "none":
             return 0
         if not layer.has_experts or not self.num_experts:
@@ -237,8 +244,10 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence the model is made for: its window, stretched by its rotary scaling (as vLLM
-        counts it). Gemma 3's and Llama 3's windows are given as stretched.
+        """Tokens of the longest sequence the model is made for (as vLLM counts it): its window max_positions, or more
+        where linear or yarn rotary scaling stretches it; at most Rope.window (longrope).
+
+        Gemma 3's and Llama 3's windows are given as stretched.
         """
         stretched = [0.0]
         for rope in self.ropes if not self.family.startswith("gemma3") else ():
@@ -264,8 +273,9 @@ SIZES = ("linear_key_heads", "linear_value_heads", "linear_key_size", "linear_va
 
 
 def model_config(hf_config: dict) -> ModelConfig:
-    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out
-    take the family's defaults.
+    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
+    defaults. The tower of a model with images is read if the entry IMAGES holds its vision_config (hf.load_config),
+    else `vision` is None.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """

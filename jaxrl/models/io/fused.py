@@ -74,7 +74,11 @@ class Fused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Columns(tensorfile.Stored):
-    """A part of a transposed tensor: columns of an expert, as rows."""
+    """A part of a transposed tensor: columns of an expert, as rows.
+
+    of: the whole tensor. expert: number of the expert. columns: which of its columns; shape is that of the part,
+    [outputs, inputs].
+    """
 
     of: tensorfile.Stored
     expert: int
@@ -96,13 +100,18 @@ def always(model) -> bool:
 
 
 def is_fused(names: Iterable[str]) -> bool:
-    """Whether a folder with these tensors has the other layout."""
+    """Whether a folder with these tensors has all of a layer's experts in one tensor, under the names of transformers
+    5, gpt-oss or Nemotron; Granite 4's, which has no other layout (`always`), are not looked for.
+    """
     return any(NAME.fullmatch(name) for name in names)
 
 
 def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
-    """Returns how a folder has its experts: False (a matrix each), True (as above), or TRANSPOSED. hf_config: of the
-    text model."""
+    """Returns how a folder has its experts: False (a tensor per matrix, or one of `always`), True (all of a layer's in
+    one tensor, see `is_fused`), or TRANSPOSED (the same with outputs as columns, of families that have this layout).
+
+    stored: the folder's tensors by name. hf_config: of the text model.
+    """
     first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
     family = FAMILIES.get(hf_config.get("model_type", ""))
     if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
@@ -111,12 +120,18 @@ def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
 
 
 def written_layout(model, source: bool | str) -> bool | str:
-    """Returns the layout in which a model's experts are written. source: that of its source folder."""
+    """Returns the layout in which a model's experts are written: that of its source folder, or, where that is False,
+    the one fused layout of models that have no other (True), TRANSPOSED for families with it, else False.
+
+    source: of the source folder, as `layout` returns it.
+    """
     return source or always(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
 
 
 def tensors(model) -> list[Fused]:
-    """Returns the fused tensors of a model, by layer, and the routers if that layout names them differently."""
+    """Returns the fused tensors of a model, by layer, and the routers and their corrections if that layout names them
+    differently (`whole`).
+    """
     by_layer: dict[tuple[str, str], list[str]] = {}
     for entry in model.entries:
         for name in entry.hf_names:
@@ -141,9 +156,11 @@ def tensors(model) -> list[Fused]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors with every fused one split into its parts, which are views of the same file.
+    """Returns a folder's tensors with every fused one split into its parts, which are views of the same file; unchanged
+    if the folder has no fused layout.
 
-    Raises ConfigError for a fused tensor of another shape, and for a folder that has the parts, too.
+    Raises ConfigError for a fused tensor of another shape or of a dtype that cannot be read, and for a folder that has
+    the parts, too.
     """
     turns = interleaved(model)
     if not always(model) and not is_fused(stored):

@@ -170,12 +170,13 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
 
     Args:
       model: the Model the weights are for.
-      path, revision: folder or hub id.
+      path, revision: folder or hub id; hub revision, None = main.
       shardings: tree of shardings (None: the default device).
       dtype: of the result (rows that are `fixed` or `wide`: fp32 or better), or a tree of dtypes as the model's.
-      then: (Entry, array) -> what is kept of an array, before the next one is read.
+      then: (Entry, array) -> what is kept of an array, before the next one is read; None = the array.
 
-    Raises ConfigError naming missing, extra, misshapen and quantized tensors.
+    Raises ConfigError if there is no such folder or no safetensors in it, naming missing, extra, misshapen and
+    quantized tensors, and for an output matrix beside an embedding that it is tied to and differs from.
     """
     folder = folder_of(path, revision)
     stored = _listed(folder, model, report=True)
@@ -200,14 +201,17 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
     """Loads the trunk of a causal model, or of a sequence classifier with one label, with a value head.
 
     Args:
-      tree: the ValueModel. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the folder has none.
-      path, revision: folder or hub id.
-      shardings: as the tree's; None = the first device.
-      dtype: of the arrays.
-      then: array -> replacement, called before the next array is read (to move it to host memory, for example).
+      tree: the ValueModel, without `keep_head`. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the
+        folder has none. A bias is zero.
+      path, revision: folder or hub id; hub revision, None = main.
+      shardings: as the tree's; None = the default device.
+      dtype: of the arrays (rows that are `fixed` or `wide`: fp32 or better).
+      then: array -> replacement, called before the next array is read (to move it to host memory, for example); not for
+        a zero head or bias. None = the array.
 
     Returns:
-      The parameter tree. Raises as load_params does.
+      The parameter tree. Raises as load_params does, except that the output matrix may be missing, and for a head of
+        another shape.
     """
     stored = check_critic(tree, path, revision)
     shardings = shardings or _one_device(tree)
@@ -333,20 +337,23 @@ def _match(model, stored, folder, head=True):
 def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0,
            eos_ids=()) -> None:
     """Writes a folder that transformers opens: weights, config, generation config and tokenizer. A model with a value
-    head is written as a sequence classifier with one label.
+    head is written as a sequence classifier with one label, without a generation config.
 
     The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
     of a run calls this, process 0 writes.
 
     Args:
-      model, params: what is exported, one tensor in host memory at a time.
+      model, params: what is exported, one tensor in host memory at a time. Adapters and codes of a quantized base have
+        no place in the folder and are left out without an error: merge them first (models.adapters.merged).
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype
-        or fp32, bf16, fp16.
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype or fp32, bf16,
+        fp16, fp64. Rows that are `fixed` or `wide` are at least float32 unless the source had several dtypes.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes).
       eos_ids: token ids that end a completion; those the source did not name are written too.
+
+    Raises ConfigError for another dtype.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
@@ -509,7 +516,9 @@ def _write_json(file, value):
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards."""
+    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards. Between the
+    two renames there is no folder at that place.
+    """
     if not directory.exists():
         os.rename(temporary, directory)
         return

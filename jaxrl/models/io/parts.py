@@ -47,7 +47,10 @@ class Packed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part(tensorfile.Stored):
-    """A part of a packed tensor: `size` outputs of every group, from `first` on."""
+    """A part of a packed tensor: `size` outputs of every group, from `first` on.
+
+    of: the packed tensor. groups: its groups of outputs. shape is that of the part.
+    """
 
     of: tensorfile.Stored
     groups: int
