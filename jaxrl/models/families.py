@@ -13,8 +13,10 @@ from jaxrl.models.rope import KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one HF model type becomes a ModelConfig. A field that is a string names the key of the HF config that
-    decides."""
+    """How one HF model type becomes a ModelConfig. Sizes, counts, factors, soft-caps, activation and norm_eps name the
+    key of the HF config that decides, and so does a flag (`bool | str`) that is a text. The other fields hold their
+    value.
+    """
 
     architecture: str
     defaults: dict                       # HF's own defaults for keys that its config files may leave out
@@ -103,8 +105,8 @@ class Family:
 
     @property
     def merged_only(self) -> str:
-        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base;
-        "" = none.
+        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base:
+        experts, recurrent layers, a tower or matrices in one tensor, whichever comes first; "" = none.
         """
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
@@ -112,7 +114,9 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """Name of transformers' sequence classifier of this family."""
+        """Name of transformers' sequence classifier of this family; for families without one (`classifies`) the name
+        that its pattern gives.
+        """
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -438,7 +442,11 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 
 def family_of(hf_config: dict) -> Family:
-    """Returns the family of a config, by `model_type`. Raises ConfigError for an unknown family or architecture."""
+    """Returns the family of a config, by `model_type`. A config without `architectures` is taken for one of the
+    family's.
+
+    Raises ConfigError for an unknown family or architecture.
+    """
     known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
@@ -455,7 +463,9 @@ def text_part(hf_config: dict) -> dict:
     """Returns the HF config of the model that is computed: the text part of a model of several parts, the family's
     config of an alias, or the config itself.
 
-    Raises ConfigError for an architecture that is not supported, and where text part and model contradict each other.
+    A text part has the model_type of its family here, and the fields around it that hold for it (tie_word_embeddings,
+    quantization_config, dtypes). Raises ConfigError for an architecture that is not supported, for a text part of
+    another model_type, and where text part and model contradict each other.
     """
     kind = hf_config.get("model_type")
     if kind in ALIASES:

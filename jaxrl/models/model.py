@@ -111,7 +111,8 @@ class Model:
     Frozen and hashable, so it can be closed over or passed as a static argument of jit.
 
     compute_dtype, scan_layers, remat, remat_every, attention, matmul, experts, recurrence, ring: the arguments of
-    `build`, which explains them.
+    `build`, which explains them. adapter: a single adapter or a set (models.adapters); None = none. joined: products of
+    one input are one array (models.unstacked).
     """
 
     config: ModelConfig
@@ -266,8 +267,8 @@ class Model:
 
         Returns:
           hidden [B, D] of each row's last real token in the compute dtype, and kv: the tree of `init_cache` for B slots
-          of length P ([B, P, G * K] per layer); with_auxiliary, also the auxiliary of `forward`. States of recurrent
-          layers are those before the last token, which decoding runs again.
+            of length P ([B, P, G * K] per layer, in the compute dtype); with_auxiliary, also the auxiliary of
+            `forward`. States of recurrent layers are those before the last token, which decoding runs again.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -370,7 +371,9 @@ class Model:
         return (cache, auxiliary) if with_auxiliary else cache
 
     def check_length(self, tokens: int) -> None:
-        """Raises ConfigError if a sequence of this length needs a rotary scaling that depends on the length."""
+        """Raises ConfigError if a sequence of `tokens` tokens is beyond what the rotary scaling serves: above the
+        original window of rope_type=dynamic, or of longrope whose long factors differ from its short ones.
+        """
         for rope in self.config.ropes:
             if rope.kind == "dynamic" and tokens > rope.original_max:
                 raise ConfigError(
@@ -385,13 +388,15 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, adapters included."""
+        """Number of elements of all arrays, adapters included. Of a base in few bits its codes and scales are counted:
+        nf4 has one code for two numbers.
+        """
         return sum(math.prod(entry.shape) for entry in self.entries)
 
     @property
     def num_active(self) -> int:
         """Returns the number of parameters that take part in computing one token; of experts, only the chosen ones
-        count.
+        count. The embedding is counted whole, and nf4 codes as the two numbers that each holds.
         """
         return sum(entry.active for entry in self.entries)
 

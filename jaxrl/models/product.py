@@ -86,5 +86,7 @@ _low.defvjp(_low_forward, _low_backward)
 
 
 def times(x, factor: float):
-    """Returns x times a number of a config, rounded to x's dtype; x itself where it is 1, as for most models."""
+    """Returns x times a number of a config, which is rounded to x's dtype first; x itself where it is 1, as for most
+    models.
+    """
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

@@ -42,7 +42,8 @@ def initial_rates(key, entry):
 
 
 def initial_steps(key, entry):
-    """Returns the numbers whose softplus is between STEPS, drawn evenly on a log scale, [*entry.shape] fp32.
+    """Returns numbers [*entry.shape] fp32 whose softplus is drawn evenly on a log scale between STEPS; the same for
+    scanned and unrolled layers.
 
     key, entry: as in `initial_rates`, a jax PRNG key and the parameter's Entry.
     """
@@ -97,7 +98,9 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
 
 
 def mamba2(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """Computes a Mamba-2 state space; arguments, results and cache are those of `gated_delta`."""
+    """Computes a Mamba-2 state space, with steps clipped to config.step_limits and a gated output that is normed by
+    config.recurrent_norm and norm_then_gate; arguments, results and cache are those of `gated_delta`.
+    """
     del layer, implementation
     return _mixed(MAMBA2, _mamba2_norm, own, x_BxLxD, shared, cache, index)
 
@@ -166,7 +169,7 @@ def positional(cache):
 
 
 def cache_length(cache) -> int:
-    """Returns C, the number of positions of a cache."""
+    """Returns C, the number of positions of a cache. Raises StopIteration for a cache of recurrences alone."""
     return positional(cache).shape[-2]
 
 

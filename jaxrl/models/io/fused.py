@@ -101,16 +101,18 @@ def always(model) -> bool:
 
 def is_fused(names: Iterable[str]) -> bool:
     """Whether a folder with these tensors has all of a layer's experts in one tensor, under the names of transformers
-    5, gpt-oss or Nemotron; Granite 4's, which has no other layout (`always`), are not looked for.
+    5, gpt-oss (in mxfp4: once it is read by scaled.plain) or Nemotron. Granite 4's names, of its one layout (`always`),
+    are not looked for.
     """
     return any(NAME.fullmatch(name) for name in names)
 
 
 def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
-    """Returns how a folder has its experts: False (a tensor per matrix, or one of `always`), True (all of a layer's in
-    one tensor, see `is_fused`), or TRANSPOSED (the same with outputs as columns, of families that have this layout).
+    """Returns how a folder has its experts: True (all of a layer's in one tensor, by its name), TRANSPOSED (the same
+    with an expert's outputs as columns, of families that have this layout), else False.
 
-    stored: the folder's tensors by name. hf_config: of the text model.
+    False is also returned for Granite 4's layout and gpt-oss in mxfp4, which `always` tells. stored: the folder's
+    tensors by name. hf_config: of the text model.
     """
     first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
     family = FAMILIES.get(hf_config.get("model_type", ""))

@@ -343,17 +343,18 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
     of a run calls this, process 0 writes.
 
     Args:
-      model, params: what is exported, one tensor in host memory at a time. Adapters and codes of a quantized base have
-        no place in the folder and are left out without an error: merge them first (models.adapters.merged).
+      model, params: what is exported, one tensor in host memory at a time; adapters merged (models.adapters.merged).
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype or fp32, bf16,
-        fp16, fp64. Rows that are `fixed` or `wide` are at least float32 unless the source had several dtypes.
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or float64, float32, float16 or
+        bfloat16, also as fp64, fp32, fp16 or bf16. Rows that are `fixed` or `wide` are at least float32, unless "auto"
+        finds several dtypes in the source.
       tokenizer: HF tokenizer to save beside, or None.
-      shard_gb: largest file in GB (1e9 bytes).
+      shard_gb: largest file in GB (1e9 bytes); a larger tensor is alone in one.
       eos_ids: token ids that end a completion; those the source did not name are written too.
 
-    Raises ConfigError for another dtype.
+    Raises ConfigError for another dtype (TypeError for a name of none), and ValueError for arrays without an HF tensor:
+    adapters, codes of a quantized base, a value head's bias.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
