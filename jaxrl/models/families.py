@@ -13,9 +13,9 @@ from jaxrl.models.rope import KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one HF model type becomes a ModelConfig. Sizes, counts, factors, soft-caps, activation and norm_eps name the
-    key of the HF config that decides, and so does a flag (`bool | str`) that is a text. The other fields hold their
-    value.
+    """How one HF model type becomes a ModelConfig. Sizes, counts, factors, soft-caps, biases, listed_kinds, activation
+    and norm_eps name the key of the HF config that decides, and so does every field that may be a flag or a number and
+    is a text. The others hold their value.
     """
 
     architecture: str

@@ -175,8 +175,8 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       dtype: of the result (rows that are `fixed` or `wide`: fp32 or better), or a tree of dtypes as the model's.
       then: (Entry, array) -> what is kept of an array, before the next one is read; None = the array.
 
-    Raises ConfigError if there is no such folder or no safetensors in it, naming missing, extra, misshapen and
-    quantized tensors, and for an output matrix beside an embedding that it is tied to and differs from.
+    Raises ConfigError if there is no such folder or no safetensors in it, for missing, extra, misshapen and quantized
+    tensors, which it names, and for an output matrix that differs from the embedding it is tied to.
     """
     folder = folder_of(path, revision)
     stored = _listed(folder, model, report=True)
@@ -346,9 +346,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
       model, params: what is exported, one tensor in host memory at a time; adapters merged (models.adapters.merged).
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or float64, float32, float16 or
-        bfloat16, also as fp64, fp32, fp16 or bf16. Rows that are `fixed` or `wide` are at least float32, unless "auto"
-        finds several dtypes in the source.
+      dtype: "auto" (each tensor as the source stored it; float32 without a source), or float64, float32, float16,
+        bfloat16 or short: fp64, bf16. `fixed` and `wide` rows: fp32 or better, unless "auto" finds several dtypes.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes); a larger tensor is alone in one.
       eos_ids: token ids that end a completion; those the source did not name are written too.
