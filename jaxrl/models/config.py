@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
-        """Number of layers with experts."""
+        """Number of layers with experts; 0 if num_experts is 0."""
         return sum(layer.has_experts for layer in self.layers) if self.num_experts else 0
 
     @property
@@ -130,12 +130,16 @@ class ModelConfig:
 
     @property
     def latent_bias(self) -> bool:
-        """Whether the maps around the experts have a bias."""
+        """Whether the maps to and from the numbers that experts compute with (expert_latent) have a bias; False without
+        these maps.
+        """
         return bool(self.expert_latent) and self.mlp_bias
 
     @property
     def recurrent_heads(self) -> int:
-        """Number of heads that a mesh must divide to split recurrent layers; 0 = there are none."""
+        """Number of heads that cp times tp of a mesh must divide to split recurrent layers: key heads, or value heads
+        where one key head serves all; 0 = there are no such layers.
+        """
         return self.linear_key_heads if self.linear_key_heads > 1 else self.linear_value_heads
 
     @property
@@ -172,7 +176,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> list[Rope]:
-        """Returns the distinct rotary embeddings."""
+        """Returns the distinct rotary embeddings, in the order of the layers."""
         return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property

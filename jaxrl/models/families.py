@@ -106,7 +106,8 @@ class Family:
     @property
     def merged_only(self) -> str:
         """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base:
-        experts, recurrent layers, a tower or matrices in one tensor, whichever comes first; "" = none.
+        experts, recurrent layers, a tower, or matrices that share one tensor, the first of these that the family has;
+        "" = none.
         """
         packed = self.packed_qkv or self.packed_mlp
         return "experts" if self.expert_size else "recurrent layers" if self.recurrent else (
@@ -114,8 +115,9 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """Name of transformers' sequence classifier of this family; for families without one (`classifies`) the name
-        that its pattern gives.
+        """Name of transformers' sequence classifier of this family: classifier_name, else the architecture with
+        ForCausalLM replaced by ForSequenceClassification (one of another ending unchanged), whether transformers has it
+        (`classifies`) or not.
         """
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
@@ -522,7 +524,7 @@ def number(table, key, least=None, above=None) -> float: ...
 
 def number(table, key, least=None, above=None, kind: type = float):
     """Returns the number `table[key]`, unconverted. Raises ConfigError if it is not finite, not of the `kind`, below
-    `least`, or not above `above`; KeyError if the key is missing.
+    `least`, or not above `above` (None = no bound); KeyError if the key is missing.
 
     kind: int = a whole number; float takes ints, too; neither takes a bool.
     """

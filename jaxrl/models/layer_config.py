@@ -45,7 +45,7 @@ class Layer:
 def layers_of(hf, family) -> tuple[Layer, ...]:
     """Returns the layers of a config, in order. hf: HF config with the family's defaults. family: families.Family.
 
-    Raises ConfigError naming a field that contradicts another.
+    Raises ConfigError naming a field that is malformed or contradicts another.
     """
     if family.one_part:
         listed = listed_parts(hf)

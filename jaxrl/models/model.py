@@ -42,14 +42,14 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         scheduler there recomputes too early.
       remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
-      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers
-        and adapters have none.
+      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
+        have none.
       experts: implementation of layers of experts, see kernels.experts.
       recurrence: implementation of recurrent layers, see kernels.recurrence.
-      ring: over mesh.cp keys and values go from device to device, where they would be gathered.
+      ring: over mesh.cp keys and values go from device to device instead of being gathered.
 
     Raises ConfigError for configs no family here serves, an unknown remat, and a remat_every that does not cut the
-    scanned layers into equal groups of whole blocks.
+    scanned layers into equal groups of whole blocks. The implementations and `matmul` are not checked here.
     """
     if remat not in ("none", *decoder.REMAT_POLICIES):
         raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.REMAT_POLICIES)}")
@@ -227,8 +227,9 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states
-        of a recurrence (models.recurrent), with the repetitions in front if scanned.
+        """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), where it has
+        attention, and the states of a recurrence where it has one (recurrent.leaf_shapes), with the repetitions in
+        front if scanned.
 
         A layer that is a feed-forward alone has nothing. dtype: of all arrays but a recurrence's states, which are fp32
         or better. Raises ConfigError for a model without attention, and as check_length does.

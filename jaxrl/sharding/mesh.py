@@ -100,10 +100,11 @@ def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
 
 
 def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
-    """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers.
+    """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers: cp times tp must divide
+    `heads`.
 
     heads: their key heads, of which the value heads are a multiple, or these where one key head serves all; 0: the
-    model has no such layers.
+    model has no such layers, and nothing is refused. where: of the mesh, for the message.
     """
     if not heads:
         return
@@ -139,7 +140,8 @@ def indices(text: str, count: int, what: str = "device", of: str = "a process ha
 
 
 def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
-    """Returns {role: mesh}; roles without an entry in mesh.roles share the policy's mesh object.
+    """Returns {role: mesh}; roles to which mesh.roles gives no sizes, devices or processes share the policy's mesh
+    object.
 
     A role has the same slice of the devices of every process, or of some processes. Axes that an entry leaves out are
     1, but fsdp, which takes the devices that the others leave (1 if another axis is -1); the policy's entry leaves out

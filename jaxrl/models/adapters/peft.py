@@ -256,8 +256,8 @@ def of_parts(model, places, array) -> list[np.ndarray]:
 
 
 def leaf_paths(entry) -> tuple[str, ...]:
-    """Returns the paths of a kernel's adapter leaves `a`, `b` and `scale`, joined by "/". Of a kernel that shares A
-    with the parts before it there is no array at the first and the last of them (`first_parts`).
+    """Returns the paths of a kernel's adapter leaves `a`, `b` and `scale`, joined by "/". A part that shares A and
+    scale with an earlier part (`first_parts`) has no array at its paths of `a` and `scale`.
     """
     return tuple("/".join((*entry.path[:-1], NODE, leaf)) for leaf in ("a", "b", "scale"))
 

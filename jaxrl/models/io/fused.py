@@ -65,7 +65,9 @@ class Fused(NamedTuple):
     whole: bool = False  # the one part is the tensor itself
 
     def shape(self, part: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-        """Returns the fused tensor's shape from the shape of one part. transposed: an expert's outputs are columns."""
+        """Returns the fused tensor's shape from the shape of one part, [outputs, inputs] or a bias's [outputs].
+        transposed: an expert's outputs are columns.
+        """
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
@@ -95,7 +97,9 @@ def interleaved(model) -> bool:
 
 
 def always(model) -> bool:
-    """Whether a model's experts are stored in one layout, and that is a fused one."""
+    """Whether a model's experts have one layout alone, in which all of a layer's lie in one tensor (gpt-oss, Granite
+    4).
+    """
     return FAMILIES[model.config.family].fused_only
 
 

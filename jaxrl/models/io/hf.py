@@ -44,7 +44,7 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
     revision: of the hub, None = main. patterns: of the file names that are fetched.
 
-    Raises ConfigError if neither exists.
+    Raises ConfigError if `path` is no folder and no hub id, or the hub's snapshot is neither here nor can be fetched.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -227,9 +227,10 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
 def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
     """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether the head
-    must exist.
+    must exist (else ConfigError).
 
-    Returns {name in the parameter table: tensorfile.Stored} of the folder's tensors, without those that are not read.
+    Returns {name in the parameter table: tensorfile.Stored} of the folder's tensors, without those of parts that the
+    model does not have (a tower, mtp heads).
     """
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = _listed(folder, tree.model)
@@ -269,7 +270,9 @@ def _loader(stored, shardings, dtype):
 
 
 def check_weights(model, path: str, revision: str | None = None) -> None:
-    """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
+    """Raises what `load_params` would raise about a folder's tensors, from the files' headers; only a tied output
+    matrix and its embedding are read, to compare them.
+    """
     folder = folder_of(path, revision)
     _match(model, _listed(folder, model), folder)
 

@@ -87,7 +87,9 @@ def report(folder, others) -> None:
 
 
 def outer(config: dict) -> dict:
-    """Returns the fields of a config of several parts outside its text part; {} for other configs."""
+    """Returns the fields of a config of several parts outside its text part, without quantization_config; {} for other
+    configs.
+    """
     if config.get("model_type") not in NESTED:
         return {}
     return {k: v for k, v in config.items() if (k in OUTER if is_flat_config(config) else k not in KEYS)}
@@ -155,7 +157,8 @@ def _replaced(stored: dict, fields: dict) -> dict:
 
 def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
     """Returns the tensors of the source folder that do not belong to the model, unread; [] without a source folder,
-    None if the folder is gone.
+    None if the folder is gone or cannot be read. Tensors that are no plain floats, and those that an export leaves out
+    (Family.unwritten), are not among them.
 
     source: SOURCE of hf.load_config. kind: the text model's type. images: the tower belongs to the model.
     """
@@ -177,7 +180,7 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     """Returns (tensors to write, whether it is a folder of several parts).
 
     They are the model's, under its names there, and the source's other tensors. If the source folder is gone, a warning
-    is logged and they are the model's alone.
+    is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied untrained.
 
     Args:
       planned: the model's tensors.

@@ -65,7 +65,7 @@ class Part(tensorfile.Stored):
 
 
 def groups_of(row, config) -> int:
-    """Returns the number of groups of the HF tensor that a row is a part of, or all of."""
+    """Returns the number of groups of the HF tensor that a row is a part of; 1 for a row that is a whole tensor."""
     groups = row.part[0] if row.part else 1
     return groups if isinstance(groups, int) else getattr(config, groups)
 
