@@ -222,7 +222,8 @@ def by_token(auxiliary):
     """Returns the experts of each token as a token column, [B, L, n * K] int16, layer after layer. (-1, which such
     columns have for an unknown expert, does not occur here.)
 
-    auxiliary: of Model.forward; its "routes" are [n, B, L, K] int32, n layers with experts, K experts per token.
+    auxiliary: of Model.forward of a model with experts; its "routes" are [n, B, L, K] int32, n layers with experts, K
+    experts per token.
     """
     routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
     return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)

@@ -148,9 +148,9 @@ class Model:
 
     def init(self, key):
         """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices, zero biases, norms that scale
-        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps); adapters start as
-        adapters.initial and adapters.magnitudes define. The kernels of a quantized base are codes and scales
-        (adapters.quantized).
+        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps; its other parameters of heads
+        are 1); adapters start as adapters.initial and adapters.magnitudes define. The kernels of a quantized base are
+        codes and scales (adapters.quantized).
 
         Pure. Values do not depend on mesh, scan or compute dtype; those of the base do not depend on the adapter.
         """
@@ -404,8 +404,8 @@ class Model:
     def flops_per_token(self, context: int) -> int:
         """Returns the FLOPs of the forward pass for one token of text that sees `context` tokens (itself included).
 
-        Matrix products and recurrences, the head included, the embedding lookup not; a multiply and an add count as
-        two. The backward pass costs twice as much.
+        Matrix products and recurrences, the head included, the embedding lookup and an adapter on the head not; a
+        multiply and an add count as two. The backward pass costs twice as much.
         """
         cfg = self.config
         matrices = sum(e.multiplied for e in self.entries if e.path[0] not in ("head", "vision"))

@@ -49,8 +49,9 @@ def rests(x) -> bool:
 def moved(tree, shardings):
     """Moves a tree to `shardings`, which may name other devices.
 
-    Devices of different processes cannot send to each other outside of a program. So an array of several processes that
-    moves to other devices is first replicated on its present ones and copied to host memory, one array at a time.
+    Devices of different processes cannot send to each other outside of a program. So an array that several processes
+    hold, or shall hold, and that moves to other devices is first replicated on its present ones and copied to host
+    memory, one array at a time.
     """
     def one(x, where):
         near = x.is_fully_addressable and where.is_fully_addressable

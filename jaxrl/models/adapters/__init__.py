@@ -195,10 +195,10 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
 def check(model) -> None:
     """Raises ConfigError if a model's adapter does not fit the model; a model without an adapter passes.
 
-    Refused are targets that are no linear map of a layer (nor the output matrix), twice there, of a rank below 1, or
-    saved, too; saved modules that are not in the model, or that `saved_paths` refuses; the output matrix as a target of
-    a set or of a shifted, decomposed or dropout adapter, or beside a saved embedding that it is tied to; a quantized
-    base with experts, and nf4 where 64 does not divide the inputs of a kernel.
+    Refused are targets that are no linear map of a layer or tower (`adaptable`) nor the output matrix, that occur
+    twice, have a rank below 1, or are saved, too; saved modules that `saved_paths` refuses; the output matrix as a
+    target of a set or of a shifted, decomposed or dropout adapter, or beside a saved embedding that it is tied to; a
+    quantized base with experts, and nf4 where 64 does not divide the inputs of a kernel.
     """
     if model.adapter is not None:
         _check(model.adapter, model.base.entries)

@@ -61,13 +61,13 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
 def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True,
                 images: bool = False) -> dict:
-    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE. Of a model of several
-    parts (families.NESTED) that of the text model.
+    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE (see the module). Of a
+    model of several parts (families.NESTED) that of the text model.
 
     Args:
       path: folder or hub id; empty = `overrides` alone is the config.
-      revision: hub revision.
-      overrides: config entries that win.
+      revision: hub revision, None = main.
+      overrides: config entries that win; None = none.
       weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
       images: of a model with a tower (Family.vision) the tower, too; its vision_config is then the entry IMAGES.
 
