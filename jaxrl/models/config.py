@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def expert_inputs(self) -> int:
-        """Numbers of a token that an expert reads and returns."""
+        """Length of the vector that an expert reads and returns for one token: expert_latent, or the hidden size."""
         return self.expert_latent or self.hidden_size
 
     @property
@@ -144,7 +144,7 @@ class ModelConfig:
 
     @property
     def linear_value_width(self) -> int:
-        """Numbers of a token's values over all heads of a recurrence."""
+        """Length of a token's values over all value heads of a recurrence together."""
         return self.linear_value_heads * self.linear_value_size
 
     @property
@@ -191,7 +191,7 @@ class ModelConfig:
 
     @property
     def latent_width(self) -> int:
-        """Numbers of a token in the latent cache: the latent and the rotary part of the key."""
+        """Length of a token's entry in the latent cache: the latent and the rotary part of the key."""
         return self.latent_size + self.rotary_size
 
     @property
@@ -206,7 +206,7 @@ class ModelConfig:
 
     @property
     def cache_widths(self) -> dict[str, int]:
-        """Numbers per token in a layer's cache, by name of the array: latent, or k and v."""
+        """Length of a token's entry in each array of a layer's cache, by the array's name: latent, or k and v."""
         return {"latent": self.latent_width} if self.latent_size else {"k": self.key_width, "v": self.key_width}
 
     @property
@@ -216,24 +216,26 @@ class ModelConfig:
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one layer's attention for one token that sees one more, scores and values; a multiply and an add are
-        two.
+        """FLOPs of one layer's attention, scores and values, for one token and one position that it sees; a multiply
+        and an add are two.
         """
         return 2 * self.num_heads * (self.head_dim + self.value_width)
 
     @property
     def corrected(self) -> bool:
-        """Whether a number per expert that is not trained is added where experts are chosen."""
+        """Whether the router adds an untrained number per expert (the correction) to the scores that experts are chosen
+        by.
+        """
         return self.router == "sigmoid"
 
     @property
     def query_width(self) -> int:
-        """Numbers of a token's queries over all heads."""
+        """Length of a token's queries over all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Numbers of a token's keys over all heads."""
+        """Length of a token's keys over all key-value heads together."""
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:

@@ -112,7 +112,7 @@ def _dense(own, module, x):
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens.
+    """The experts that a router gives to tokens, and their weights.
 
     ids [B, L, K] int: their experts. gates [B, L, K]: these experts' weights, fp32 or better. chosen [B, L, K] int: the
     experts that the router would choose by itself (ids, unless routes are replayed). logits [B, L, E]: fp32 or better,

@@ -17,7 +17,7 @@ from jaxrl.types import custom_vjp
 
 def product(x, kernel, inputs: int, scheme: str = DEFAULT):
     """Contracts the last `inputs` axes of x with the first of `kernel`, in their dtype; of numbers rounded as a scheme
-    of kernels.low_precision says. Returns y [..., *O] of x [..., *I] and kernel [*I, *O].
+    of kernels.low_precision says (DEFAULT: not rounded). Returns y [..., *O] of x [..., *I] and kernel [*I, *O].
 
     Gradients go straight through the rounding: that of x is the product of rounded g and kernel, each with scales of
     its own; that of the kernel is one of g and x as they are, but where the scheme says otherwise.

@@ -61,14 +61,14 @@ def _drawn(key, entry, least: float, most: float):
 
 
 class Kind(NamedTuple):
-    """What tells one kind of recurrence from another.
+    """The parts in which one kind of recurrence (gated delta, Mamba-2) differs from another.
 
     Attributes:
       gates: names of the maps of the hidden states to numbers [B, L, G], one for each value head.
       of_heads: names of the parameters [G], one for each value head. A `skip` among them: v times it is added to the
         output.
-      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
-        what the convolution returns.
+      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, factor on what is written) of
+        kernels.recurrence, from what the convolution returns.
       delta: whether what the state returns for a token's key is taken off before its value is written.
     """
 
@@ -133,7 +133,9 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
 
 
 def rule_flops(config) -> int:
-    """Returns the FLOPs of all recurrences for one token: the convolution and the rule, without linear maps."""
+    """Returns the FLOPs of all recurrences for one token: the convolution and the rule, without linear maps; a multiply
+    and an add are two. 0 without recurrent layers.
+    """
     if not config.num_recurrent:
         return 0
     keys, values = (heads * size for heads, size in (

@@ -250,7 +250,9 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
 
 
 def of_parts(model, places, array) -> list[np.ndarray]:
-    """Splits an array [outputs, ...] of a module into those of its kernels, [outputs of one, ...]."""
+    """Splits an array [outputs, ...] of a module into those of its kernels, [outputs of one, ...], in the order of
+    `places`, the module's Places (selection.linears).
+    """
     groups = parts.groups_of(places[0].entry.row, model.config)
     return parts.unpack(array, groups, [place.entry.hf_shape[0] for place in places])
 
@@ -263,7 +265,9 @@ def leaf_paths(entry) -> tuple[str, ...]:
 
 
 def lora_shapes(entry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of `a` and `b` for one tensor of a kernel's row."""
+    """Returns the shapes of `a`, (*inputs, rank), and `b`, (rank, *outputs), for one tensor of a kernel's row, without
+    stacked axes.
+    """
     shape = entry.kind[0]
     return (*shape[:entry.inputs], rank), (rank, *shape[entry.inputs:])
 
