@@ -107,8 +107,7 @@ def stored(weights, axes):
 
 
 def rows(x):
-    """Constrains [B, L, ...] to a split by rows and, over cp, by tokens, where these divide; whole in the other axes.
-    """
+    """Constrains [B, L, ...] to a split by rows and, over cp, by tokens, where these divide; other axes are whole."""
     mesh = _mesh()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, _by_token(mesh, x.shape))
 
@@ -252,8 +251,8 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
 class RowChunks(NamedTuple):
     """Chunks of whole rows, whose tokens lie segment by segment.
 
-    order [B, L] int32: where the row has its i-th token, if it is split over cp and the tokens were dealt; place [B, L]
-    int32: the inverse. Both are None where its tokens lie in order.
+    order [B, L] int32: where the row has its i-th token, in the order of segments and positions; place [B, L] int32:
+    the inverse. Both are None unless rows are split over cp, which deals their tokens.
     """
 
     chunks: Chunks

@@ -95,8 +95,7 @@ def to_host(tree, where=None):
 
 
 def one_of(x, index: tuple[int, ...]):
-    """Returns x[index], index along the first axes (() = x itself); of an array in host memory, a copy on the devices.
-    """
+    """Returns x[index], index along the first axes (() = x); of an array in host memory, a copy on the devices."""
     if not rests(x):
         return x[index] if index else x
     at = np.ravel_multi_index(index, x.shape[:len(index)]) if index else 0

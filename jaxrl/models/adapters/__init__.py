@@ -95,8 +95,7 @@ class Adapter:
 
 
 def module_of(hf_name: str) -> str:
-    """Returns HF's name of the module that a tensor belongs to: the tensor's name up to its last dot; "" without a dot.
-    """
+    """Returns HF's name of the module that a tensor belongs to: the tensor's name up to its last dot."""
     return hf_name.rpartition(".")[0]
 
 
