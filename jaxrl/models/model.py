@@ -280,8 +280,8 @@ class Model:
         return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
-        dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots beyond the cache's last
+        one are dropped (negative ones are not: they count from its end).
 
         Args:
           cache: as `init_cache` returns it.
