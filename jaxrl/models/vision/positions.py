@@ -33,6 +33,9 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
       merge: m, patches per side of a token.
       delays: as Pictures.delays: positions in time by which a frame of a video is behind the first of its video; below
         0 = not a further frame. None = each image stands alone.
+
+    Raises AssertionError for an image that is not within the sequence, and for a further frame that does not follow the
+    one before it. Images beyond the shortest of the three lists are left out.
     """
     steps, inside, end = np.ones(length, np.int64), np.zeros((length, 3), np.int64), 0
     for first, (height, width), delay in zip(firsts, grids, _every(delays), strict=False):
@@ -60,7 +63,8 @@ def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable
     image, its own elsewhere.
 
     length, firsts, grids, merge as in `rotary_positions`: tokens of the sequence, first token and (rows, columns) of
-    patches of each image, patches per side of a token.
+    patches of each image, patches per side of a token. Raises AssertionError for an image that is not within the
+    sequence.
     """
     out = np.arange(length, dtype=np.int32)
     for first, (height, width) in zip(firsts, grids, strict=True):
