@@ -102,8 +102,8 @@ def _same(new, value) -> bool:
 
 
 def sample(table: Table, key: Key) -> Any:
-    """Returns a legal value of a key: the row's `other`, else the other bool, twice a whole number above 0, half a float
-    above 0, else the default itself. None where there is none."""
+    """Returns a legal value of a key: the row's `other`, else the other bool, twice a whole number above 0, half a
+    float above 0, else the default itself. None where there is none."""
     if key.other is not None:
         return key.other
     default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default

@@ -67,8 +67,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Joint:
-    """Keys that together have one meaning. title: the rule's. by(m) reads them from the Migration m and sets
-    options."""
+    """Keys that have one meaning together. title: the rule's. by(m) reads them from the Migration m, sets options."""
 
     title: str
     keys: tuple[Key, ...]
