@@ -67,7 +67,9 @@ score.prepare = prepare
 
 
 def algorithm(m: Migration) -> str:
-    """Returns the table of the algorithm: grpo_config., agentic_grpo_config. or ppo_config."""
+    """Returns the table of the algorithm with its dot: "grpo_config.", "agentic_grpo_config." or "ppo_config.". It is
+    the agentic one by training_mode or, without that, env_class_path; PPO's by the command, or without one by its table
+    alone."""
     mode = m.text("training_mode")
     if mode.startswith("agentic") or not mode and m.given("env_class_path"):
         return AGENTIC
@@ -76,7 +78,7 @@ def algorithm(m: Migration) -> str:
 
 
 def unread(m: Migration, *names: str):
-    """Marks options of the other algorithms' tables."""
+    """Marks the options `names` of the other algorithms' tables as inert."""
     own = algorithm(m)
     for place in (GRPO, AGENTIC, PPO):
         for name in names if place != own else ():
@@ -84,7 +86,8 @@ def unread(m: Migration, *names: str):
 
 
 def owner(m: Migration, name: str) -> str:
-    """Returns the key of the actor that counts: its own where it is not base_config.yaml's value, else the model's."""
+    """Returns the key of an option that counts for the actor: its own where it is not base_config.yaml's value, else
+    the model's."""
     own = m[ACTOR + name]
     return ACTOR + name if own is not None and own != m.default(MODEL + name) else MODEL + name
 
@@ -93,7 +96,9 @@ OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value":
 
 
 def rate(m: Migration, place: str, name: str):
-    """Returns an option of an optimizer's table, which replaces base_config.yaml's as soon as a key of it is set."""
+    """Returns option `name` of an optimizer's table `place`. A source that sets any key of rl_training_config replaces
+    the table of base_config.yaml: what it does not set is then optax's default (OPTAX; None for others) and is in
+    m.replaced. Without such a key the critic's unset options are the actor's."""
     key = place + name
     if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
         return m[key] if m[key] is not None or place == OPT else m[OPT + name]
@@ -123,8 +128,8 @@ def file_of_keys(m: Migration):
 
 
 def ends(m: Migration):
-    """Sets model.eos_tokens from a list of texts; other lists are left to the model's own files, and the report says
-    so."""
+    """Sets model.eos_tokens from a list of texts. Other lists are left to the model's own files, with a known
+    difference."""
     key = ROLLOUT + "eos_tokens"
     tokens = m.list(key)
     if tokens and all(isinstance(t, str) for t in tokens):
@@ -147,7 +152,9 @@ def lengths(m: Migration):
 
 
 def batch(m: Migration):
-    """Counts prompts; a mini-batch is an optimizer step."""
+    """Sets data.prompts_per_step, rollout.group_size (of PPO 1), algorithm.ppo_epochs and num_minibatches: batch_size
+    counts prompts, and a mini-batch is an optimizer step. Where the sampler reads the actor's own weights, and the job
+    is not agentic, a step is a mini-batch. Several passes over several mini-batches leave a known difference."""
     own = algorithm(m)
     group_key = own + "num_generations" if own != PPO else PPO + "num_iterations"
     prompts = m.integer("batch_size")
@@ -268,7 +275,9 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Ratios are to the sampler's log-probs where it returns them; token weights of the trainer's to the sampler's."""
+    """Sets algorithm.old_logprobs and algorithm.mismatch.correction. sampler_is=token weighs tokens by the trainer's
+    ratio to the sampler (token_tis and its cap). Else old log-probs are the sampler's where it returns them and
+    use_rollout_logps is on; of PPO they are computed."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -358,7 +367,8 @@ def data(m: Migration):
 
 
 def whole_updates(m: Migration) -> int:
-    """Returns the optimizer steps of a run: max_steps, else those of the batches; 0 where the rows decide."""
+    """Returns the optimizer steps of a run: max_steps if it counts and is not 0, else num_batches x num_train_epochs x
+    train_fraction; 0 where the rows decide."""
     key = TRAINING + "max_steps"
     own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
     if own and (steps := m.integer(key)):
@@ -370,7 +380,9 @@ def whole_updates(m: Migration) -> int:
 
 
 def run(m: Migration):
-    """max_steps counts optimizer steps and is looked at after a step; the agentic learner counts steps."""
+    """Sets train.steps by max_steps, or the batches, rounded up: they count optimizer steps and are looked at after a
+    step; the agentic learner counts steps. Without either data.epochs is set. Also data.max_rows, or a question for it;
+    no evaluation."""
     key, whole, epochs = TRAINING + "max_steps", whole_updates(m), m.integer("num_train_epochs") or 1
     each = 1 if algorithm(m) == AGENTIC else common.updates(m)
     if whole:
@@ -449,9 +461,9 @@ PARSERS = ("qwen", "gemma4")  # classes of Tunix that a program's call names
 
 
 def chat(m: Migration):
-    """Whether there is a template, and whether it lets the model think: Gemma 4's parser alone reads it from the
-    command line. A learner takes prompts as they are; the command line renders its rows before, agents their
-    messages."""
+    """Sets data.chat and data.chat_template_kwargs.enable_thinking, which the command line has for Gemma 4's parser
+    alone. A learner takes prompts as they are (data.chat=false); the command line renders its rows before, agents their
+    messages. A parser of the program's own asks the user for rendered rows."""
     key, own = "chat_parser_config.enable_thinking", "chat_parser_config.type"
     rendered = "apply_chat_template_to_dataset"
     program, agents = m.table.job == "program", algorithm(m) == AGENTIC
@@ -525,7 +537,8 @@ def class_of(model: str) -> str:
 
 
 def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
-    """Sets and returns the trainer's dtype: by its key, else fp32 of some classes of models, else the usual one."""
+    """Sets and returns train.compute_dtype: by its key, else fp32 for classes IN_FP32 from 0.1.7 on, with
+    run.matmul_precision=default and a known difference, else the usual one. kind: of `class_of`. keys: further ones."""
     named = common.DTYPES.get(m.text(key))
     wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
     found = named or ("fp32" if wide else usual)
@@ -540,8 +553,9 @@ def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
 
 
 def dtypes(m: Migration):
-    """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
-    where it is not set; the others in that of their weights."""
+    """Sets rollout.dtype and train.compute_dtype (`computed`), and train.param_dtype by the actor's load_dtype, else
+    bf16. Since 0.1.7 some models multiply in their config's dtype, of fp32 where it is not set; the others in that of
+    their weights."""
     key = owner(m, "dtype")
     kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
     m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
