@@ -96,8 +96,8 @@ OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value":
 
 
 def rate(m: Migration, place: str, name: str):
-    """Returns option `name` of an optimizer's table `place`. A source that sets any key of rl_training_config replaces
-    the table of base_config.yaml: what it does not set is then optax's default (OPTAX; None for others) and is in
+    """Returns option `name` of an optimizer's table `place`. A source with a key of rl_training_config replaces that
+    table of base_config.yaml: an option that it leaves out is optax's default (OPTAX; None for others) and put into
     m.replaced. Without such a key the critic's unset options are the actor's."""
     key = place + name
     if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
@@ -152,9 +152,9 @@ def lengths(m: Migration):
 
 
 def batch(m: Migration):
-    """Sets data.prompts_per_step, rollout.group_size (of PPO 1), algorithm.ppo_epochs and num_minibatches: batch_size
-    counts prompts, and a mini-batch is an optimizer step. Where the sampler reads the actor's own weights, and the job
-    is not agentic, a step is a mini-batch. Several passes over several mini-batches leave a known difference."""
+    """Sets data.prompts_per_step, rollout.group_size (of PPO 1), algorithm.ppo_epochs and num_minibatches, a mini-batch
+    being an optimizer step. Of GRPO and PPO a step is a mini-batch if the sampler reads the actor's own weights
+    (`shares_weights`). Several passes over several mini-batches leave a known difference."""
     own = algorithm(m)
     group_key = own + "num_generations" if own != PPO else PPO + "num_iterations"
     prompts = m.integer("batch_size")
@@ -260,6 +260,7 @@ def loss(m: Migration):
 
 
 def kl(m: Migration):
+    """Sets algorithm.kl.* by beta: of PPO in the reward, else in the loss, where k1 is not carried over: no KL."""
     own, kinds = algorithm(m), {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
     unread(m, "beta", "kl_loss_mode", "kl_method")
     name, coef = own + ("kl_method" if own == PPO else "kl_loss_mode"), float(m.number(own + "beta"))
@@ -275,9 +276,9 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Sets algorithm.old_logprobs and algorithm.mismatch.correction. sampler_is=token weighs tokens by the trainer's
-    ratio to the sampler (token_tis and its cap). Else old log-probs are the sampler's where it returns them and
-    use_rollout_logps is on; of PPO they are computed."""
+    """Sets algorithm.mismatch.correction (token_tis and its cap by sampler_is=token, else none) and
+    algorithm.old_logprobs: recompute with it and for PPO, rollout by return_logprobs and use_rollout_logps together,
+    else auto."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -317,6 +318,7 @@ def sampling(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.* and a reward file by the command line's source; rows that it does not name are asked for."""
     source, name = m.text("data_source"), m.text("dataset_name")
     gsm8k = name in ("gsm8k", "openai/gsm8k", "openai/gsm8k:main")
     module = m.text("data_module")
@@ -367,8 +369,8 @@ def data(m: Migration):
 
 
 def whole_updates(m: Migration) -> int:
-    """Returns the optimizer steps of a run: max_steps if it counts and is not 0, else num_batches x num_train_epochs x
-    train_fraction; 0 where the rows decide."""
+    """Returns the optimizer steps of a run: max_steps (set or base_config.yaml's) if not 0, else num_batches x
+    num_train_epochs x train_fraction; 0 where the rows decide."""
     key = TRAINING + "max_steps"
     own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
     if own and (steps := m.integer(key)):
@@ -380,9 +382,8 @@ def whole_updates(m: Migration) -> int:
 
 
 def run(m: Migration):
-    """Sets train.steps by max_steps, or the batches, rounded up: they count optimizer steps and are looked at after a
-    step; the agentic learner counts steps. Without either data.epochs is set. Also data.max_rows, or a question for it;
-    no evaluation."""
+    """Sets train.steps to max_steps, or the batches, as steps rounded up: they are optimizer steps, of the agentic
+    learner steps. Without either data.epochs is set. data.max_rows is set, or asked for; there is no evaluation."""
     key, whole, epochs = TRAINING + "max_steps", whole_updates(m), m.integer("num_train_epochs") or 1
     each = 1 if algorithm(m) == AGENTIC else common.updates(m)
     if whole:
@@ -429,6 +430,7 @@ def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
 
 
 def layout(m: Migration):
+    """Sets mesh.* by the actor's mesh, mesh.roles.* for a sampler with chips of its own, and rollout.engine=jax."""
     shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
     sizes = _sizes(m, shape, names)
     known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
@@ -461,9 +463,9 @@ PARSERS = ("qwen", "gemma4")  # classes of Tunix that a program's call names
 
 
 def chat(m: Migration):
-    """Sets data.chat and data.chat_template_kwargs.enable_thinking, which the command line has for Gemma 4's parser
+    """Sets data.chat and data.chat_template_kwargs.enable_thinking, which the command line reads for Gemma 4's parser
     alone. A learner takes prompts as they are (data.chat=false); the command line renders its rows before, agents their
-    messages. A parser of the program's own asks the user for rendered rows."""
+    messages. Of a parser of the program's own the user is asked for rendered rows."""
     key, own = "chat_parser_config.enable_thinking", "chat_parser_config.type"
     rendered = "apply_chat_template_to_dataset"
     program, agents = m.table.job == "program", algorithm(m) == AGENTIC
@@ -537,8 +539,8 @@ def class_of(model: str) -> str:
 
 
 def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
-    """Sets and returns train.compute_dtype: by its key, else fp32 for classes IN_FP32 from 0.1.7 on, with
-    run.matmul_precision=default and a known difference, else the usual one. kind: of `class_of`. keys: further ones."""
+    """Sets and returns train.compute_dtype: by its key, else fp32 for classes (`kind`) IN_FP32 from 0.1.7 on, but not
+    of maxtext, with run.matmul_precision=default and a known difference, else `usual`."""
     named = common.DTYPES.get(m.text(key))
     wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
     found = named or ("fp32" if wide else usual)
@@ -554,7 +556,7 @@ def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
 
 def dtypes(m: Migration):
     """Sets rollout.dtype and train.compute_dtype (`computed`), and train.param_dtype by the actor's load_dtype, else
-    bf16. Since 0.1.7 some models multiply in their config's dtype, of fp32 where it is not set; the others in that of
+    bf16. Since 0.1.7 some models multiply in their config's dtype, fp32 where it is not set; the others in that of
     their weights."""
     key = owner(m, "dtype")
     kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
@@ -565,6 +567,7 @@ def dtypes(m: Migration):
 
 
 def memory(m: Migration):
+    """Sets train.tokens_per_microbatch and train.score_tokens_per_microbatch, for one data shard."""
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
     size, group = m.integer(key), m.options["rollout.group_size"][0]
