@@ -276,9 +276,9 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Sets algorithm.mismatch.correction (token_tis and its cap by sampler_is=token, else none) and
-    algorithm.old_logprobs: recompute with it and for PPO, rollout by return_logprobs and use_rollout_logps together,
-    else auto."""
+    """Sets algorithm.mismatch.correction (token_tis with its cap by sampler_is=token, else none) and
+    algorithm.old_logprobs (recompute with it and for PPO, rollout by return_logprobs with use_rollout_logps, else
+    auto)."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -555,9 +555,9 @@ def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
 
 
 def dtypes(m: Migration):
-    """Sets rollout.dtype and train.compute_dtype (`computed`), and train.param_dtype by the actor's load_dtype, else
-    bf16. Since 0.1.7 some models multiply in their config's dtype, fp32 where it is not set; the others in that of
-    their weights."""
+    """Sets rollout.dtype, train.compute_dtype (`computed`) and train.param_dtype (the actor's load_dtype, else bf16).
+    Since 0.1.7 some models multiply in their config's dtype, fp32 where it is not set; others in that of their weights.
+    """
     key = owner(m, "dtype")
     kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
     m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
