@@ -222,6 +222,7 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration):
+    """Sets algorithm.policy_loss=clip with its clip bounds, dual_clip, ratio, aggregation and entropy_coef."""
     own = algorithm(m)
     unread(
         m,
@@ -276,9 +277,8 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Sets algorithm.mismatch.correction (token_tis with its cap by sampler_is=token, else none) and
-    algorithm.old_logprobs (recompute with it and for PPO, rollout by return_logprobs with use_rollout_logps, else
-    auto)."""
+    """Sets algorithm.mismatch.correction (token_tis, with its cap, by sampler_is=token) and algorithm.old_logprobs
+    (recompute with it and for PPO, rollout by return_logprobs with use_rollout_logps, else auto)."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -556,8 +556,7 @@ def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
 
 def dtypes(m: Migration):
     """Sets rollout.dtype, train.compute_dtype (`computed`) and train.param_dtype (the actor's load_dtype, else bf16).
-    Since 0.1.7 some models multiply in their config's dtype, fp32 where it is not set; others in that of their weights.
-    """
+    From 0.1.7 some models multiply in their config's dtype, fp32 if it is not set, others in their weights' dtype."""
     key = owner(m, "dtype")
     kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
     m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
