@@ -40,8 +40,9 @@ def data_files(m: Migration, paths: list, *keys: str) -> None:
 
 
 def eval_sets(m: Migration, paths: list, *keys: str) -> None:
-    """Sets eval.sets to `name=path` for each path. A name is the file's, without its ending; of files of the same name
-    the folder's name or a number makes it another. Empty paths are left out; without any, nothing is set."""
+    """Sets eval.sets to `name=path` for each path. A name is the file's, without its ending and with `_` for unusual
+    characters; of files of the same name the folder's name or a number makes it another. Empty paths are left out;
+    without any, nothing is set."""
     out: dict[str, str] = {}
     for path in (str(p) for p in paths if p):
         stem = PurePosixPath(path).name

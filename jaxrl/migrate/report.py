@@ -40,8 +40,8 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """Returns a value of the source with "<redacted>" for secrets: for all of it where the key's last part names one,
-    else for those in its texts."""
+    """Returns a value of the source with "<redacted>" for secrets: for all of it where the key's last part names one
+    (null, bools and empty texts stay), else for those in its texts."""
     leaf = key.rsplit(".", 1)[-1]
     return redacted_tree({leaf: value})[leaf]
 
@@ -139,9 +139,9 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
 
 
 def because(m: Migration, keys: tuple[str, ...]) -> str:
-    """Returns the reason of an option as text, at most 160 characters: the first three of its keys with their values,
-    secrets hidden; of keys that are not set, that their value is the source's default. Without keys, what says the job,
-    or the default."""
+    """Returns the reason of an option as text, at most 160 characters: the first three of `keys` that the source sets,
+    with their values, secrets hidden; where it sets none, that their values are the source's defaults. Without keys,
+    what says the job, or the default."""
     parts = []
     for key in keys:
         if m.given(key):

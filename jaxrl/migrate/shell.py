@@ -29,7 +29,7 @@ class Word(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command that the script would start, its words expanded, with the line of each."""
+    """A command that the script would start. words: (text, line) of each word, expanded. file: name of the script."""
 
     words: list[tuple[str, int]]
     file: str
@@ -164,13 +164,15 @@ class Script:
         self.positional: list[str] = []
 
     def run(self, path: Path, depth: int = 0) -> None:
-        """Reads a script, and those that it sources or calls, adding to `commands`. Raises Unreadable as `tokens`, and
-        for scripts more than 8 deep. depth: how many scripts call this one."""
+        """Reads a script, and those that it sources or calls, adding to `commands`. Raises Unreadable for a file that
+        cannot be read or parsed, texts that grow without end and scripts more than 8 deep. depth: how many scripts call
+        this one."""
         if depth > 8:
             raise Unreadable(path.name, "", "scripts that call each other")
         _Walk(self, path, tokens(text_of(path), path.name), depth).all()
 
     def note(self, text: str) -> None:
+        """Adds a text to `notes`, if it is not there yet."""
         if text not in self.notes:
             self.notes.append(text)
 

@@ -28,9 +28,10 @@ def lengths(m: Migration):
 
 
 def pair_lengths(m: Migration):
-    """Sets the bound of a prompt and completion by max_length (`supervised.sequence`). Of preferences there is a known
-    difference, and DPO's max_prompt_length sets data.max_prompt_tokens and data.overlong_prompt=truncate_left, its
-    max_completion_length rollout.max_new_tokens; for KTO, CPO and ORPO these two are inert."""
+    """Sets the bound of a prompt and completion by max_length (`supervised.sequence`). Of preferences it is a known
+    difference that pairs beyond it are left out. DPO's max_prompt_length sets data.max_prompt_tokens and
+    data.overlong_prompt=truncate_left, its max_completion_length rollout.max_new_tokens; for KTO, CPO and ORPO these
+    two are inert."""
     supervised.sequence(m, m.integer("max_length"), "max_length")
     if m.options["run.recipe"][0] != "preference":
         return

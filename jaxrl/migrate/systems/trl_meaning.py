@@ -244,8 +244,8 @@ def mismatch(m: Migration):
     """Sets algorithm.mismatch.correction, with its cap and low, by vllm_importance_sampling_*; none without use_vllm
     and before TRL 0.23. off_policy_mask_threshold sets algorithm.mismatch.sequence_delta.
 
-    An unknown mode is recorded as not carried over and sets nothing; so is a missing upper bound (1000 here), and a
-    lower bound of weights that are truncated."""
+    Recorded as not carried over are an unknown mode, with which nothing is set, a missing upper bound, for which the
+    cap is 1000, and a lower bound of weights that are truncated."""
     v = "vllm_importance_sampling_"
     if m.flag("use_vllm") and not before(m, "0.23") and m.flag(v + "correction"):
         mode = m.choice(v + "mode", MODES)
@@ -326,7 +326,7 @@ def engine(m: Migration):
 
 def optimizer(m: Migration):
     """Sets optimizer.lr, the schedule and its warm-up, optimizer.floor by min_lr or min_lr_rate, and optimizer.name. A
-    warmup_steps between 0 and 1 is a share of the run, one above wins over warmup_ratio. An unknown schedule or
+    warmup_steps between 0 and 1 is a share of the run, one of 1 or more wins over warmup_ratio. An unknown schedule or
     optimizer (adamw is then set) and other lr_scheduler_kwargs are recorded as not carried over."""
     m.set("optimizer.lr", m.number("learning_rate"), "learning_rate")
     warmup, share = m.number("warmup_steps") or 0, m.number("warmup_ratio") or 0

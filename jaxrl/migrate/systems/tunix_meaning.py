@@ -277,8 +277,8 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Sets algorithm.mismatch.correction (token_tis, with its cap, by sampler_is=token) and algorithm.old_logprobs
-    (recompute with it and for PPO, rollout by return_logprobs with use_rollout_logps, else auto)."""
+    """Sets algorithm.old_logprobs (recompute with token weights and for PPO, rollout by return_logprobs and
+    use_rollout_logps, else auto) and algorithm.mismatch.correction (token_tis if sampler_is=token gets log-probs)."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -382,8 +382,8 @@ def whole_updates(m: Migration) -> int:
 
 
 def run(m: Migration):
-    """Sets train.steps to max_steps, or the batches, as steps rounded up: they are optimizer steps, of the agentic
-    learner steps. Without either data.epochs is set. data.max_rows is set, or asked for; there is no evaluation."""
+    """Sets train.steps to max_steps, or the batches, rounded up from optimizer steps; those of the agentic learner are
+    steps. Without either data.epochs is set. data.max_rows is set or asked for where not all rows are used."""
     key, whole, epochs = TRAINING + "max_steps", whole_updates(m), m.integer("num_train_epochs") or 1
     each = 1 if algorithm(m) == AGENTIC else common.updates(m)
     if whole:

@@ -29,8 +29,8 @@ CLASSES = {  # defaults of the classes, where they are not base_config.yaml's
 
 
 def model(m: Migration):
-    """Sets model.path by the program's model, else by that of its sampler or tokenizer, for which the user is asked to
-    look; where no call names one the user is asked for it. Also run.seed, and model.tokenizer where it is another."""
+    """Sets model.path by the program's model, else by that of its sampler or tokenizer, which the user is asked to
+    check; where no call names one the user is asked for it. Also run.seed, and model.tokenizer where it is another."""
     tokenizer = "tokenizer_config.tokenizer_path"
     key = ACTOR + "model_id" if m.text(ACTOR + "model_id") else MODEL + "model_id"
     engines = (ROLLOUT + "rollout_vllm_model_version", ROLLOUT + "rollout_sglang_jax_model_version")
@@ -87,9 +87,9 @@ def data(m: Migration):
 
 
 def run(m: Migration):
-    """Sets train.steps by max_steps, rounded up, which counts optimizer steps, of the agentic learner steps; without it
-    train.steps is 1 and the user is asked. There is no evaluation; if the program evaluates, the user is asked for
-    eval.sets."""
+    """Sets train.steps by max_steps (optimizer steps, rounded up to steps; of the agentic learner they are steps).
+    Without it train.steps is 1 and the user is asked. There is no evaluation; if the program evaluates, the user is
+    asked for eval.sets."""
     key, every = TRAINING + "max_steps", TRAINING + "eval_every_n_steps"
     each = 1 if meaning.algorithm(m) == AGENTIC else common.updates(m)
     m.set("train.steps", -(-(m.integer(key) or 1) // each), key)
