@@ -31,7 +31,7 @@ class Calls(NamedTuple):
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
     makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional
     one's; None: an argument that is read elsewhere.
-    trainers: class -> (command, argument -> key); a key in capitals takes the argument's text, in small letters.
+    trainers: class -> (command, argument -> key); a key in capitals takes the argument's text, in lower case.
     derived: what is asked of a class of the program's own that is derived from a trainer; "" = those are not read.
     loaded: arguments of `from_pretrained`, of the model that a trainer is given -> their keys, as those of configs.
     loads: function of a data set -> keys of its positional arguments and keywords.

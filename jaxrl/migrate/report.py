@@ -333,7 +333,7 @@ def _cell(value) -> str:
 
 
 def name_of(file: str) -> str:
-    """Returns a file's stem as a Python name in small letters, with `_` for other characters. `job_` stands before a
+    """Returns a file's stem as a Python name in lower case, with `_` for other characters. `job_` stands before a
     name that is empty, begins with a digit or is a module's: `python -m` finds what lies in the folder first."""
     stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
     free = stem and not stem[0].isdigit() and stem not in sys.stdlib_module_names and stem not in MODULES

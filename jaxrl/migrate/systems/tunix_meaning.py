@@ -67,9 +67,8 @@ score.prepare = prepare
 
 
 def algorithm(m: Migration) -> str:
-    """Returns the table of the algorithm with its dot: "grpo_config.", "agentic_grpo_config." or "ppo_config.". It is
-    the agentic one by training_mode or, without that, env_class_path; PPO's by the command, or without one by its table
-    alone."""
+    """Returns the algorithm's table, "grpo_config.", "agentic_grpo_config." or "ppo_config.": the agentic one by
+    training_mode or, without that, env_class_path; PPO's by the command or, without one, its table alone."""
     mode = m.text("training_mode")
     if mode.startswith("agentic") or not mode and m.given("env_class_path"):
         return AGENTIC
@@ -128,8 +127,7 @@ def file_of_keys(m: Migration):
 
 
 def ends(m: Migration):
-    """Sets model.eos_tokens from a list of texts. Other lists are left to the model's own files, with a known
-    difference."""
+    """Sets model.eos_tokens from a list of texts; other lists yield to the model's files, a known difference."""
     key = ROLLOUT + "eos_tokens"
     tokens = m.list(key)
     if tokens and all(isinstance(t, str) for t in tokens):
@@ -184,6 +182,7 @@ def shares_weights(m: Migration) -> bool:
 
 
 def advantage(m: Migration):
+    """Sets algorithm.advantage (PPO's gae, with critic.value_clip, or outcome), its mean, std and whiten."""
     own = algorithm(m)
     unread(m, "advantage_estimator", "gae_lambda", "gamma", "clip_range_value")
     if own == PPO:
@@ -486,6 +485,7 @@ def chat(m: Migration):
 
 
 def adapters(m: Migration):
+    """Sets lora.* by the actor's adapters, else the model's; layers without a known projection are asked for."""
     place = ACTOR if m[ACTOR + "lora_config.rank"] is not None else MODEL
     if not m[place + "lora_config.rank"]:
         return
