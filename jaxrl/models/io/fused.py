@@ -118,10 +118,13 @@ def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
     False is also returned for Granite 4's layout and gpt-oss in mxfp4, which `always` tells. stored: the folder's
     tensors by name. hf_config: of the text model.
     """
-    first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
+    first = next((name for name in stored if NAME.fullmatch(name)), None)
     family = FAMILIES.get(hf_config.get("model_type", ""))
-    if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
-        return TRANSPOSED
+    if first is not None and family is not None and family.transposed:
+        hidden, down = hf_config["hidden_size"], stored.get(first.replace("gate_up_proj", "down_proj"))
+        # One of the two may be square, [E, D, 2 F] with 2 F = D or [E, D, F] with F = D; then the other tells.
+        if stored[first].shape[-1] != hidden or (down is not None and down.shape[1] != hidden):
+            return TRANSPOSED
     return first is not None
 
 
@@ -172,6 +175,9 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
     if not always(model) and not is_fused(stored):
         return stored
     out, sizes = dict(stored), {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
+    across = turns or (FAMILIES[model.config.family].transposed and any(  # a square matrix does not tell
+        own.name in stored and stored[own.name].shape != own.shape(sizes[own.parts[0][0]], False)
+        for own in tensors(model)))
     for own in tensors(model):
         name, parts, _ = own
         found = out.pop(name, None)
@@ -180,9 +186,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         if double := sorted(out.keys() & {part for own in parts for part in own}):
             raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
                               "holds; remove one of the two layouts")
-        shape = own.shape(size := sizes[parts[0][0]], turns)
-        across = turns or (FAMILIES[model.config.family].transposed and found.shape != shape)
-        shape = own.shape(size, across)
+        shape = own.shape(size := sizes[parts[0][0]], across)
         if found.shape != shape:
             raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
                               "config.json the one of these weights?")
