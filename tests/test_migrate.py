@@ -19,7 +19,7 @@ from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
-from jaxrl.migrate.source import Setting, Source, Unreadable, override
+from jaxrl.migrate.source import Setting, Source, Unreadable, arithmetic, override
 from jaxrl.migrate.systems import SYSTEMS, table_of, tables
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
 from jaxrl.resolve.checks.common import check
@@ -899,6 +899,17 @@ def test_an_escaped_interpolation_is_its_text(tmp_path, monkeypatch):
     _, _, out = run(tmp_path, json.dumps(tree), name="own.yaml", system="rlinf")
     config = load_config(str(out / "own.py"))
     assert config.data.system_prompt == "Say ${name} $HOME" and config.model.path == os.path.expandvars("$HOME/m")
+
+
+@pytest.mark.parametrize("text", ["${oc.env:}", "${oc.select:}"])
+def test_an_interpolation_that_names_nothing_is_refused(tmp_path, capsys, text):
+    status, _, _ = run(tmp_path, f"trainer: {{total_epochs: '{text}'}}\n", name="job.yaml", system="skyrl")
+    assert status == 2 and f"{text} names nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, want", [("-7 / 2", -3), ("7 / -2", -3), ("-7 % 2", -1), ("7 % -2", 1), ("-8 / 2", -4), ("7 // 2 * (3 - 5)", -6)])
+def test_arithmetic_is_a_shells(text, want):
+    assert arithmetic(text) == want
 
 
 def test_areals_weights_in_bfloat16_are_said():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 import re
 from collections.abc import Mapping
@@ -21,9 +22,10 @@ def computed(text: str) -> str | None:
 
     Of awk are read assignments, `if (a < b) x = ...`, `print` (6 significant digits) and `printf "%.Nf"` of sums,
     differences, products and quotients; None for anything else, for more than 2000 characters, and where nothing is
-    printed. Raises ValueError for `printf "%.Nf"` of a text that is no number, such as "-"."""
+    printed."""
     if found := _PRINTF.fullmatch(text.strip()):
-        return f"{float(found[2]):.{found[1]}f}"
+        with contextlib.suppress(ValueError):  # "-", "1.2.3"
+            return f"{float(found[2]):.{found[1]}f}"
     found = _AWK.fullmatch(text.strip())
     if not found or len(text) > 2000:
         return None

@@ -237,6 +237,8 @@ class _Interpolation:
             return self.key(text.strip(), at, depth)
         parts = [self.value(p.strip(), at, depth) for p in split_top(arguments, ",")]
         name = name.strip()
+        if not parts and name in ("oc.env", "env", "oc.select"):
+            raise Unreadable(at.where, at.key, f"${{{text}}} names nothing")
         if name in ("oc.env", "env"):
             known = self.environment.get(str(parts[0]))
             if known is not None:
@@ -273,20 +275,24 @@ class _Interpolation:
         return f"${{{name}}}" if missing is ... else missing
 
 
+def _quotient(a: int, b: int) -> int:
+    return a // b if (a < 0) == (b < 0) else -(-a // b)  # towards 0
+
+
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.FloorDiv: _quotient,
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
 }
 
 
 def arithmetic(text: str) -> int:
-    """Returns the value of an integer expression of + - * / // % and brackets. / and // round down and % has the
-    divisor's sign, which is the shell's result for numbers of one sign only: -7 / 2 is -4, in a shell -3. Raises
-    ValueError for anything else and for more than 200 characters."""
+    """Returns the value of an integer expression of + - * / // % and brackets as a shell computes it: quotients are
+    rounded towards 0, remainders have the dividend's sign. Raises ValueError for anything else and for more than 200
+    characters."""
     if len(text) > 200:
         raise ValueError(f"{text[:40]!r}... is too long to compute")
 
