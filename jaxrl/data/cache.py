@@ -243,7 +243,8 @@ def _try_lock(path: Path):
 
 
 def is_unchanged(tables) -> bool:
-    """Returns whether the source files still have the content they had before they were read."""
+    """Returns whether the source files still have the content they had before they were read; True for tables that are
+    no LazyTables. Raises OSError if a file is gone."""
     return not isinstance(tables, LazyTables) or tables.digests() == tables.contents
 
 

@@ -41,7 +41,8 @@ class Example:
       prompt_text: the text of `prompt_ids`.
       prompt: the row's text or messages.
       answer: the reference answer.
-      columns: what rewards receive by name: every column except prompt and completion, plus `answer`.
+      columns: what rewards receive by name: every column except prompt, completion, images and videos, plus `answer`.
+        Reserved names have an underscore appended.
       where: the row's location, "file:line".
       target_ids: [C] int32, supervised jobs only: the completion (of a pair the chosen one) as the chat template
         writes it after the prompt, with its end-of-turn token. Without a chat template: its text and the end token.
@@ -125,7 +126,7 @@ class Row(NamedTuple):
       text: the prompt as the model sees it, written by the chat template if one is in use, data.response_prefix
         included.
       answer: the reference answer, after data.answer_pattern; None without one.
-      columns: what rewards receive by name. Columns that have a reserved name get an underscore appended.
+      columns: what rewards receive by name, as Example.columns.
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
       messages: with data.train_turns=all, the whole conversation; every assistant message after the
         prompt is trained on.
@@ -201,7 +202,8 @@ class Reader:
                                   "extract in parentheses, e.g. '#### (.*)'")
 
     def __call__(self, row: dict[str, Any], where: str = "") -> Row:
-        """Returns the Row of a raw row. Raises PromptError naming the column, the value and the remedy.
+        """Returns the Row of a raw row. Raises PromptError with the reason for a row that cannot be used, ImageError
+        for its images, and ConfigError for images that the options do not allow.
 
         where: place of the row, "file:line", for paths of images.
         """
@@ -251,7 +253,8 @@ class Reader:
         """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of
         text. where: "file:line".
 
-        Raises PromptError for markers and images that do not match, and images in no known form."""
+        Raises PromptError for markers and images that do not match, and images in no known form; ConfigError for images
+        that the options do not allow."""
         prompt = row.get(prompt_column(row, self.prompt))
         return [] if self.images is None else self.images.flat(self.images.split(row, prompt, where)[1])
 
@@ -373,8 +376,10 @@ class Dataset:
         completion, 0 where there is none. patches: [N] int64 patches of its images.
       shortened, split: locations of rows whose completion was cut, or split into several rows.
       heldout: the held-out Dataset, or None.
+      rows_read: number of rows read, bad ones and dropped ones included.
       fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
-        receive) and their count. Independent of file name, file format, time, tokenizer and limits.
+        receive; with data.train_turns=all the conversation; the content of images) and their count. The hash is
+        independent of file name, file format, time, tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
@@ -451,14 +456,14 @@ class Dataset:
     def grid_of(self, row: int, image: int) -> tuple[int, int]:
         """Returns (rows, columns) of patches of an image, as they were when the data set was prepared.
 
-        row: number of a raw row. image: number of the image in it."""
+        row: number of a raw row, which has examples. image: number of the image in it, from 0."""
         at = self.arrays["image_offsets"][int(np.searchsorted(self.arrays["rows"], row))]
         _, rows, columns, _ = self.arrays["images"][at + image].tolist()
         return rows, columns
 
     def numbers(self, column: str) -> np.ndarray:
-        """Returns a column as [N] float64; text that spells a number counts as one. Raises ConfigError naming the
-        first row whose value is not a finite number.
+        """Returns a column's value for each example as [N] float64; text that spells a number counts as one. Raises
+        ConfigError naming the first row whose value is not a finite number, or is missing.
         """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
@@ -480,7 +485,7 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Hash of the rows' content in order (first 16 hex digits) and their count, rows dropped for their length
-        included, as text."""
+        included, as text; a row that was split counts once per piece."""
         return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
 
     @property
@@ -489,7 +494,8 @@ class Dataset:
         return self.tables.commits
 
     def describe(self) -> str:
-        """Returns one line: number of rows, lengths, and how many rows were dropped, cut or split."""
+        """Returns one line: number of examples, shortest, longest and mean prompt in tokens, and how many rows were
+        dropped, cut, split or bad."""
         n = self.prompt_lengths
         text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
         for count, what in ((len(self.filtered), "dropped for their length"), (self.truncated, "cut on the left"),

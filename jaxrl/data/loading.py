@@ -127,12 +127,14 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
                    tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
-    Supervised jobs read a set's completion column where it has one.
+    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` and `data.bad_rows` say
+    (counted and reported). Supervised jobs read a set's completion column where it has one.
 
     Args:
       config, tokenizer: of the job.
-      eos_id: token that ends supervised completions. tools: JSON schemas passed to the chat template.
+      eos_id: token that ends supervised completions; recipes that train on the data's completions need it (ValueError
+        without it), rl ignores it.
+      tools: JSON schemas passed to the chat template.
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.
       sets: name -> rows, a list of dicts or a datasets.Dataset.
@@ -185,8 +187,10 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one
-    DataError for all problems.
+    """Checks that local files of data.path, data.sources and eval.sets exist and are of a known kind, and that rows
+    in memory that they name are passed. Raises one DataError for all problems, ConfigError for an entry of eval.sets
+    that is not name=path or whose name is used twice. In run.mode=eval the training rows are checked only with
+    data.eval_fraction, and sources not at all.
 
     rows_given, sets_given: whether training rows, and which eval sets, are passed from Python."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)

@@ -166,10 +166,10 @@ def make_apply(optimizers: Optimizers, applies: list):
 
 
 def mean_over_adapters(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds, under each unprefixed name, a metric's mean over the adapters that have tokens in the step.
+    """Returns the metrics with, under each unprefixed name, the mean over the adapters that have tokens in the step.
 
-    Metrics that are maxima ("/max", "_max") are combined by maximum. The metrics of adapters without a token in the
-    step are dropped. Without an adapter set the metrics are returned unchanged.
+    Metrics whose names end in "/max" or "_max" are combined by maximum. The metrics of adapters without a token in the
+    step are dropped, and so is `held` of all adapters. Without an adapter set the metrics are returned unchanged.
 
     Args:
       metrics: of one optimizer step, numbers on the host.
