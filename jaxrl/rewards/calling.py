@@ -180,8 +180,9 @@ def outcome(value) -> dict:
     """Returns {value, outcome, metrics} of a function's return value for one item; value is None unless outcome is
     'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond MAX_REWARD -> 'error:
-    ...'. Never raises."""
+    value: a number, None or (one of these, {metric: number}). None -> 'none'; NaN and infinities -> 'nan'; anything
+    that is not a number, is beyond MAX_REWARD in absolute value, or has a metric that is no number -> 'error: ...'; a
+    ServiceError as `failure` has it. Never raises."""
     if isinstance(value, ServiceError):
         return failure(value)
     try:

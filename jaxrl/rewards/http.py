@@ -93,8 +93,9 @@ class Service:
 
     async def ask(self, client, budget: Budget, urls: list[str], body, kind: str = "application/json", headers=None):
         """Returns the JSON reply to a POST, retrying the URLs in turn, `retries` times at most. All tries carry
-        one Idempotency-Key. Between tries it waits as the server's Retry-After says, else 0.5 s doubled at each try,
-        times a random factor in 0.5..1, 30 s at most.
+        one Idempotency-Key. Between tries it waits as long as the server's Retry-After says, else 0.5 s doubled at each
+        try, times a random factor in 0.5..1, at most 30 s. Retried are failed connections (not of TLS) and the statuses
+        of RETRY_STATUSES; other failures (another status, a reply that is too long or not JSON) are final.
 
         Args:
           client: of `client`. budget: time left of the work that the request is part of; its `last` becomes the failure
@@ -102,7 +103,8 @@ class Service:
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:
-          ServiceError: no usable reply within the tries and the budget."""
+          ServiceError: no usable reply within the tries, or a wait for the next one would last longer than the budget.
+        """
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": kind, "Idempotency-Key": uuid.uuid4().hex} | (headers or {})
         for attempt in range(self.o["retries"] + 1):

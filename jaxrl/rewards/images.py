@@ -87,10 +87,10 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
 
 
 def reference_box(answer) -> Box:
-    """Returns the box (x1, y1, x2, y2) of an answer: four numbers in pixels of the stored image, or text that holds
-    them.
+    """Returns the box (x1, y1, x2, y2) of an answer, with x1 <= x2 and y1 <= y2: four numbers in pixels of the stored
+    image, or text, whose last four numbers that stand together are taken.
 
-    Raises ValueError if there are not four."""
+    Raises ValueError if there are not four, TypeError for an answer that is neither text nor a sequence of numbers."""
     found = last_numbers(answer, 4) if isinstance(answer, str) else tuple(map(float, answer))
     if found is None or len(found) != 4:
         raise ValueError(f"answer={answer!r}: expected a box, [x1, y1, x2, y2]")

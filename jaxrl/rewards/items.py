@@ -104,7 +104,7 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
       without: attributes that none of their functions needs.
 
     Raises:
-      ConfigError: a value has no JSON form.
+      ConfigError: a value has no JSON form, or an image cannot be used.
     """
     try:
         fields = {name: value for name, value in vars(item).items() if name not in ("functions", "images", *without)}

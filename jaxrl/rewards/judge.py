@@ -193,9 +193,10 @@ def prompt_text(prompt) -> str:
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
-    """Replaces the placeholders {name} of a prompt in one pass; inserted values are not scanned again.
+    """Returns a prompt with its placeholders {name} replaced, in one pass, so that inserted values are not scanned
+    again; {{ and }} become { and }.
 
-    values: text of every placeholder."""
+    values: text of every placeholder. Raises KeyError for a name that is not among them."""
     return PLACEHOLDER.sub(lambda m: m[0][0] if m[1] is None else values[m[1]], prompt)
 
 

@@ -85,7 +85,7 @@ def pixels_of(image: Image, limit: int) -> np.ndarray:
 def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
     """Decodes an image, resizes it by a rule and cuts it into patches.
 
-    limit: most pixels of a stored image. Raises ImageError if it cannot be read or has no allowed size."""
+    limit: most pixels of a stored image. Raises ImageError if it cannot be read or rule.size refuses its size."""
     return picture_of_frames([image], rule, limit, rule.size)
 
 
@@ -98,7 +98,7 @@ def picture_of_frames(frames: Sequence[Image], rule: Rule, limit: int, size: Cal
       limit: most pixels of a stored image.
       size: stored height and width -> those of the resized frames.
 
-    Raises ImageError for a frame that cannot be read.
+    Raises ImageError for a frame that cannot be read, and what `size` raises.
     """
     pixels = [pixels_of(frame, limit) for frame in frames]
     stored = pixels[0].shape[:2]
@@ -142,10 +142,10 @@ def animation(image: Image) -> tuple[float, ...] | None:
 
 def as_text(value) -> str | list:
     """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
-    for files that hold text alone. An image that cannot be read becomes the text of its error.
+    for files that hold text alone. An array that read.image_of refuses becomes the text of the error, not a data URI.
 
-    value: a file's bytes, a PIL image, an array as of read.image_of, or [frames, ...] of them. Raises TypeError for
-    another value, as a `default` of json.dumps must.
+    value: a file's bytes, which are not examined; a PIL image; a uint8 array [H, W], [H, W, 3] or [H, W, 4]; or frames,
+    [T, H, W, 3] or [T, H, W, 4]. Raises TypeError for another value, as a `default` of json.dumps must.
     """
     if isinstance(value, np.ndarray) and value.ndim == 4:  # the frames of a video
         return [as_text(frame) for frame in value]
@@ -167,7 +167,8 @@ def upright(file: bytes):
 
 
 def png_of(image: Image) -> bytes:
-    """Returns an image in memory as a PNG file, in RGB if PNG does not have its colours."""
+    """Returns an image in memory (Image.pixels) as a PNG file, in RGB if PNG does not have its colours, with its EXIF
+    data; pixels are not turned upright."""
     pillow, out = _pillow(), io.BytesIO()
     stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else image.pixels
     stored = stored if stored.mode in PNG_MODES else stored.convert("RGB")

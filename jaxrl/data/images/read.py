@@ -202,6 +202,7 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
 
     Raises:
       ImageError: the number of markers differs from that of images, or a part has no known form.
+      PromptError: a message is no table with a role.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     rest, used = {"image": iter(column), "video": iter(videos)}, []

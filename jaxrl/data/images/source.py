@@ -65,6 +65,8 @@ class ImageSource:
       merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
       window: image tokens per side of the tower's windows, 0 = it has none; two_way: whether the tokens of an image see
         each other; both set by run.data.with_tower.
+
+    Raises ConfigError as resize.rule_of and video.sampling_of.
     """
 
     def __init__(self, config, model_type: str, tokenizer, folder: Path | None = None, tower: dict | None = None,
@@ -88,12 +90,12 @@ class ImageSource:
 
     @property
     def frames(self) -> int:
-        """Frames that a patch holds."""
+        """Frames that a patch holds: 1 until a video is read, then the rule's."""
         return self.rule.frames if self.videos else 1
 
     @property
     def width(self) -> int:
-        """Numbers of a patch."""
+        """Numbers of a patch, uint8: 3 channels x frames x patch side^2."""
         return 3 * self.frames * self.rule.patch**2
 
     @property
@@ -103,13 +105,13 @@ class ImageSource:
 
     @property
     def video_columns(self) -> tuple[str, ...]:
-        """Names of the columns that may hold videos."""
+        """Names of the columns that may hold videos; () if the family reads none, or data.video_column is ''."""
         if not self.video_column or self.sampling is None:
             return ()
         return (VIDEO_COLUMN, ONE_VIDEO) if self.video_column == VIDEO_COLUMN else (self.video_column,)
 
     def column_of(self, row: dict) -> str:
-        """Returns the name of the column that holds a row's images."""
+        """Returns the name of the column that holds a row's images; data.image_column if none does."""
         return next((name for name in self.columns if row.get(name) is not None), self.column)
 
     def register(self, dataset) -> int:
@@ -208,7 +210,8 @@ class ImageSource:
         return text, RowImages(self.flat(images), marks, self.tokens)
 
     def written(self, parts: list[dict]) -> str:
-        """Returns a message's parts as one text, with what a chat template writes for an image or a video."""
+        """Returns a message's parts as one text, with what a chat template writes for an image or a video. parts: of a
+        message of `split`."""
         own = self.tokens
         pictures = {"image": own.marker or own.text, "video": own.start + own.video + own.end}
         return "".join(pictures.get(part["type"]) or part["text"] for part in parts)
@@ -297,7 +300,7 @@ class ImageSource:
         Only a weak reference is kept here: the picture cannot be made once nobody holds the second value.
 
         image: a file, or its bytes; an image in memory fails an assertion. grey: the number of a grey picture of its
-        size.
+        size. Raises OSError for a file that cannot be read.
         """
         encoded = image.encoded if image.path is None else image.path.read_bytes()
         assert encoded is not None, "an image in memory has a file first, see jaxrl.envs.pictures"
@@ -307,7 +310,7 @@ class ImageSource:
 
     def grid(self, number: int) -> tuple[int, int]:
         """Returns the (rows, columns) of patches of a picture that is held, which is made now. Raises ImageError if it
-        cannot be."""
+        cannot be, KeyError if nobody holds it any more. number: of `hold`."""
         return self._store.get([number])[0].grid
 
     def places_of(self, images) -> Places | None:
@@ -337,7 +340,8 @@ class ImageSource:
 
     def patches(self, numbers) -> list[np.ndarray]:
         """Returns the [N, width] uint8 patches of each picture, in the order of `numbers`. Raises RunStopped for one of
-        a row that cannot be decoded any more, or has another grid than when the data was prepared."""
+        a row that cannot be decoded any more, or has another grid than when the data was prepared; of an environment's
+        ImageError for one that cannot be decoded, KeyError for one that nobody holds any more."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:
@@ -365,7 +369,8 @@ class ImageSource:
 
     def file(self, number: int) -> bytes:
         """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a
-        frame of an animation, as PNG. number: of the picture."""
+        frame of an animation after the first, as PNG. number: of the picture. Raises OSError or ImageError if it cannot
+        be read."""
         image = _first(self._image(number))
         if image.frame:
             image = Image(pixels=pixels_of(image, self.limit))
