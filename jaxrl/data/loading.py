@@ -33,8 +33,9 @@ CHUNK = 1024  # rows tokenised in one call
 def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=(), images=None) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
-    With `data.eval_fraction`, a share (below 1) or number of the rows becomes `.heldout`; rows with equal prompts stay
-    on one side, so no held-out prompt is trained on.
+    With `data.eval_fraction`, about a share (below 1) or number of the rows becomes `.heldout`; rows with equal prompts
+    stay on one side, so no held-out prompt is trained on. Of the held-out rows the first eval.max_rows are kept (0 =
+    all); the others are not used.
 
     Args:
       config, tokenizer: of the job.
@@ -312,8 +313,8 @@ def _depth(value) -> int:
 class ReadRow(NamedTuple):
     """A row before it is tokenized. number: of the row. where: "file:line".
 
-    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: of its images, see
-    ImageSource.grids."""
+    row: what Reader returned. completions: (name, its number among the chunk's texts, result of CompletionRenderer).
+    grids: of its images, see ImageSource.grids; () without images."""
 
     number: int
     where: str

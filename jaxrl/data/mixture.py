@@ -88,7 +88,8 @@ class Mixture:
         return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
 
     def describe(self) -> str:
-        """Returns one line per source: number of rows, lengths, and how many rows were dropped, cut or split."""
+        """Returns one line per source: number of examples, shortest, longest and mean prompt in tokens, and how many
+        rows were dropped, cut, split or bad."""
         return "\n".join(part.describe() for part in self._sets)
 
 

@@ -18,7 +18,8 @@ WINDOW = re.compile(r"(\d+):(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 
 
 def shuffled_epochs(rows: int, seed):
-    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each with its own shuffle.
+    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch without end, each with its own shuffle: a
+    grain.MapDataset.
 
     Args:
       seed: an integer or several; False keeps the file order.

@@ -222,7 +222,7 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     Args:
       paths: one path or several, as data.path names them. bad: counts or raises for rows that cannot be read.
       field: option name for messages.
-      splits, subset, revision: for folders and hub ids.
+      splits, subset, revision: for folders and hub ids; "" and None = the default subset and revision.
       limit: keeps the first rows of the whole; 0 for all.
       keep: columns whose binary values are kept.
 
@@ -244,11 +244,12 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
 
 
 def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> Tables:
-    """Returns the rows a caller passes: an iterable of dicts or a `datasets.Dataset`.
+    """Returns the Tables of rows that a caller passes.
 
     Values without a JSON form become text.
 
     Args:
+      rows: an iterable of dicts, a datasets.Dataset or a datasets.IterableDataset.
       bad: counts or raises for rows that cannot be read.
       field: argument name for messages; a row's place is "<field>[3]", counted from 0, of a datasets.Dataset
         "<field>:4", counted from 1.

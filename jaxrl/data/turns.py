@@ -264,7 +264,8 @@ class TurnRenderer:
     def message(self, ids, tools=None) -> dict:
         """Returns a sampled turn as the assistant's message, for a history that is rendered as a whole (`first`).
 
-        ids: of the turn. tools: JSON schemas. Calls that cannot be parsed stay in the content unchanged."""
+        ids: of the turn. tools: JSON schemas of this conversation; None for the renderer's. If a call cannot be parsed,
+        all calls stay in the content unchanged."""
         turn = self.read(ids, tools)
         content, calls = turn["text"], turn["calls"]
         if "written" in turn:

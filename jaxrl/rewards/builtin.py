@@ -276,9 +276,10 @@ def _number(text: str) -> Fraction | None:
 def choice_reward(prompt, completion, answer):
     r"""Scores 1.0 if the chosen letter equals `answer` (a letter, also as '(B)'), else 0.0; None without an answer.
 
-    The letter is the first match of: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a
-    completion that begins with the letter alone ('B', '(B)', 'B. because'). Raises ValueError for an answer that is
-    no letter."""
+    The letter is that of the last \boxed{B} (0.0 if the box holds something else); in a completion without a box the
+    last 'answer is B', 'Answer: (B)', 'option B' or 'choice B', else a completion's begin with the letter alone ('B',
+    '(B)', 'B. because'). Outside a box only capital letters count. Raises ValueError for an answer that is no letter.
+    """
     if answer is None:
         return None
     wanted = _letter(str(answer))

@@ -77,7 +77,9 @@ class Service:
         """Returns the result of work(budget), or the ServiceError that ended it; waits deadline_seconds at most.
 
         Lateness is a ServiceError with cause `slow`; what a reply in an unexpected form raises (ValueError, TypeError,
-        LookupError ...) one with cause `type`."""
+        LookupError, ArithmeticError, AttributeError) one with cause `type`. Other errors are raised.
+
+        work: coroutine function of the request's Budget."""
         seconds = self.o["deadline_seconds"]
         budget = Budget(seconds)
         try:

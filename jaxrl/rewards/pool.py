@@ -142,7 +142,7 @@ class RewardPool:
           items: completions.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not
             called again and their outcome is reused, including a timeout. A record whose `by` is another key
-            comes from other code.
+            comes from other code, which is not checked here.
           part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
           stop: checked about twice a second.
 

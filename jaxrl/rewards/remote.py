@@ -117,7 +117,8 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     """Scores items in Cosmos-RL's format.
 
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
-    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
+    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available. A function's
+    keys (score_key, else overall_reward) are added up to one part.
 
     client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
     rotated. Returns per item a score or a ServiceError. Raises ServiceError without a usable reply in time."""

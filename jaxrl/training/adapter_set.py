@@ -108,7 +108,8 @@ def make_scaled(model, objectives: dict):
     """Returns scaled(trainable, frozen, batch, stats) -> ([] sum of the adapters' losses, metrics of all adapters).
 
     A token's weights count for the adapter of the token that predicts it and are 0 for the others. In fp16 each
-    adapter's loss is multiplied by the adapter's loss scale before the sum.
+    adapter's loss is multiplied by the adapter's loss scale before the sum. Metrics are named adapter/<name>/<metric>,
+    with `held`, 1 if the step has tokens of the adapter. Temperature and chunk are those of the first objective.
 
     Args:
       model: jaxrl.models.Model with an adapter set.

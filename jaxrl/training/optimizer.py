@@ -185,7 +185,7 @@ ADAPTERS_OWN = ("lr", *CRITICS_OWN)
 
 def critics_optimizer(config):
     """Returns the critic's optimizer config: config.optimizer with critic.lr and the entries of critic.optimizer,
-    without groups, whose patterns are of the policy's names.
+    without groups, whose patterns are of the policy's names. config: of the job.
     """
     c = editable(config)
     for name, value in config.critic.optimizer.items():

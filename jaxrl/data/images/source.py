@@ -266,7 +266,7 @@ class ImageSource:
         """Returns (messages of an environment, with contents that are text or lists of text and image parts; their
         images in order, None where a part brings none, which stands for the next image of the row).
 
-        Raises ImageError for parts in no known form, and for more than data.max_images.
+        Raises ImageError for parts in no known form, an image in an assistant's message, and more than data.max_images.
         """
         root, out, found = Path(self.root) if self.root else None, [], []
         for message in messages:
@@ -314,7 +314,9 @@ class ImageSource:
         return self._store.get([number])[0].grid
 
     def places_of(self, images) -> Places | None:
-        """Returns the Places of a sequence's images, with the fields of rollout.TurnImage; None without images."""
+        """Returns the Places of a sequence's images; None without images.
+
+        images: with the fields of rollout.TurnImage; pictures that they hold (`held`) are kept by the Places."""
         if not images:
             return None
         kept = tuple(self.hold(image.held)[1] for image in images if image.held is not None)
@@ -340,8 +342,8 @@ class ImageSource:
 
     def patches(self, numbers) -> list[np.ndarray]:
         """Returns the [N, width] uint8 patches of each picture, in the order of `numbers`. Raises RunStopped for one of
-        a row that cannot be decoded any more, or has another grid than when the data was prepared; of an environment's
-        ImageError for one that cannot be decoded, KeyError for one that nobody holds any more."""
+        a row that cannot be decoded any more, or has another grid than when the data was prepared; for one that an
+        environment shows ImageError if it cannot be decoded, KeyError if nobody holds it any more."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:

@@ -94,7 +94,7 @@ class Sampling(NamedTuple):
     def taken(self, video: Video) -> np.ndarray:
         """Returns the [n] int indices of the frames that are taken, as transformers' video processors take them: all if
         they are no more than one group, or if `fps` is None and there are at most `most`; otherwise evenly spaced, as
-        many as `fps` asks of the video's duration, between `least` and `most`, and unless `whole` whole groups."""
+        many as `fps` asks of the video's duration, between `least` and `most`; unless `whole`, a multiple of T."""
         total, group = len(video.frames), self.rule.frames
         rate = video.fps or self.fps or RATE
         wanted = rate if self.fps is None else self.fps
