@@ -206,8 +206,8 @@ def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty:
 def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
     """Returns the shaped scores [N] float64 of a RewardResult. Absent scores (NaN) stay absent.
 
-    In this order, from 2 on each if its option is set: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where
-    `truncated`; 3. times scale; 4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty.
+    In this order, from 2 on each if its option is set: 1. the weighted sum, `result.total`; 2. zero_without_end: 0
+    where `truncated`; 3. times scale; 4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty.
     reward.norm_mean and norm_std follow, over the whole batch (rl/rollouts).
 
     Args:
