@@ -83,7 +83,9 @@ def lazy_tables(config, paths, limit: int, read) -> Tables:
     else now.
 
     Args:
-      paths: as `data.path` names them. limit: rows to keep, 0 = all. read: () -> Tables."""
+      config: of the job. paths: as `data.path` names them. limit: rows to keep, 0 = all. read: () -> Tables, with this
+        limit.
+    """
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
     return LazyTables(paths, limit, read) if config.data.cache and local else read()
 

@@ -516,7 +516,8 @@ def column_value(row, name: str):
 
 
 def missing_column(row, name: str, option: str) -> PromptError:
-    """Returns the PromptError for a column that is missing or empty in a row; `option` names the option to change."""
+    """Returns the PromptError for a column `name` that is missing or empty in a row; its text names the columns that
+    the row has, and `option`, the one to change."""
     state = "is empty in" if name in row else "is missing in"
     return PromptError(f"column {name!r} {state} this row; columns found: {', '.join(map(str, row))}; "
                        f"{option} names the column to read")

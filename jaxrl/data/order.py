@@ -34,7 +34,8 @@ def shuffled_epochs(rows: int, seed):
 
 
 def parse_windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
-    """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry."""
+    """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry that has
+    another form, a lowest above its highest, or a step that does not follow the one before; the first step is 0."""
     out = []
     for text in texts:
         match = WINDOW.fullmatch(text)

@@ -61,6 +61,7 @@ def load_tokenizer(config, role: str = ""):
 
 def apply_overrides(config, tokenizer):
     """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
+    config: of the job.
 
     The overrides are model.pad_token and the first of model.eos_tokens. Without model.pad_token a tokenizer that has no
     pad token gets its end token as one.
@@ -107,7 +108,7 @@ def open_tokenizer(source: str, **options):
     file's, the file is loaded directly.
 
     Args:
-      options: arguments of from_pretrained.
+      source: folder or hub id. options: arguments of from_pretrained.
 
     Raises:
       ConfigError: no class gives the file's ids. Also what from_pretrained raises.

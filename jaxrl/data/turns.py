@@ -503,7 +503,8 @@ class TurnRenderer:
 def end_of_turn(config, tokenizer) -> int | None:
     """Returns the id of the token with which the chat template ends an assistant's turn.
 
-    None without a template, or if it writes none. Raises PromptError if the template rejects a user's message."""
+    None without a template (of the job's tokenizer, or with data.chat=false), or if it writes none. Raises PromptError
+    if the template rejects a user's message."""
     if not Template(config, tokenizer).chat:
         return None
     renderer = TurnRenderer(config, tokenizer)

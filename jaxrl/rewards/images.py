@@ -20,7 +20,8 @@ Box = tuple[float, float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of an upright image, (height, width) in pixels: as it is stored, and as the model sees it."""
+    """The sizes of an upright image, (height, width) in pixels: `stored` as it is stored, `seen` as the model sees
+    it."""
 
     stored: tuple[int, int]
     seen: tuple[int, int]

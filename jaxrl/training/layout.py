@@ -21,7 +21,9 @@ from jaxrl.types import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sequences of a row that share one copy of their prompt; `sequences` are indices into the batch."""
+    """Sequences of a row that share one copy of their prompt; `sequences` are indices into the batch. `tokens` and
+    `patches` (of images) count the prompt once and all completions; of a model with recurrent layers `tokens` are the
+    longer lengths for which make_layout leaves room."""
 
     sequences: tuple[int, ...]
     tokens: int  # prompt once + all completions, as `make_layout` counts them

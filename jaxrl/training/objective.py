@@ -169,6 +169,8 @@ class NextToken(Objective):
     def loss(self, outputs, batch, entropy_coef=None):
         """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; policy/entropy and policy/logprob,
         token means without gradient).
+
+        outputs, batch: as of Objective.loss. entropy_coef: not read.
         """
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
@@ -181,7 +183,9 @@ class Score(Objective):
     @jax.named_scope("score")
     def loss(self, outputs, batch, entropy_coef=None):
         """Returns (sum of the weights "policy" [R, S] times the value head's scores where the weight "token" is
-        positive, []; no metrics)."""
+        positive, []; no metrics).
+
+        outputs, batch: as of Objective.loss. entropy_coef: not read."""
         return jnp.sum(batch.weights["policy"] * jnp.where(outputs.mask, outputs.values(), 0)), {}
 
 
@@ -200,10 +204,10 @@ class Value(Objective):
 
     @jax.named_scope("critic")
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (sum of the weights "token" times algorithms.value_loss, metrics value/loss, value/clip_fraction,
-        value/mean).
+        """Returns (sum of the weights "token" [R, S] times algorithms.value_loss, []; metrics value/loss,
+        value/clip_fraction and value/mean, token means without gradient).
 
-        Reads the columns "old_value" and "return"."""
+        outputs, batch: as of Objective.loss, with the columns "old_value" and "return". entropy_coef: not read."""
         predicted, token = outputs.values(), outputs.token
         old, returns = batch.columns["old_value"], batch.columns["return"]
         token_loss, stats = value_loss(predicted, old, returns, outputs.mask, self.clip)

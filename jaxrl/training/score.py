@@ -53,7 +53,7 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
     """Computes (log-prob [R, S], entropy [R, S]) in nats, fp32, of a PackedBatch's targets; 0 where not valid.
 
     Args:
-      hidden_RxSxD: of `forward_hidden`.
+      model: jaxrl.models.Model. params: its nested parameter tree. hidden_RxSxD: of `forward_hidden`.
       batch: PackedBatch; its column `support`, if present, restricts the distribution.
       temperature: logits are divided by it.
       chunk: loss tokens whose logits exist at once.

@@ -177,7 +177,7 @@ def png_of(image: Image) -> bytes:
 
 
 def thumbnail(pixels_HxWx3: np.ndarray, longest: int) -> bytes:
-    """Returns uint8 pixels as a PNG file, made smaller until no side is longer than `longest` pixels."""
+    """Returns uint8 pixels [H, W, 3] as a PNG file, made smaller until no side is longer than `longest` pixels."""
     out, image = io.BytesIO(), _pillow().fromarray(pixels_HxWx3)
     image.thumbnail((longest, longest))  # bicubic
     image.save(out, "PNG", optimize=True)

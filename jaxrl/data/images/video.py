@@ -206,7 +206,8 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
 
 def as_fields(sampling: Sampling) -> dict:
-    """Returns the fields of a video_preprocessor_config.json that says how videos are taken, resized and normalised."""
+    """Returns the fields of a video_preprocessor_config.json that says how frames are taken, resized and normalised by
+    a Sampling."""
     kind = "Qwen3VLVideoProcessor" if sampling.whole else "Qwen2VLVideoProcessor"
     taken = {"fps": sampling.fps} if sampling.fps else {}
     own = {k: v for k, v in fields_of_images(sampling.rule).items() if k != "image_processor_type"}
