@@ -426,6 +426,8 @@ class Dataset:
             trained on; [0] if no row is masked. masked: [N] bool, whether a row has a mask; without one all its
             target ids are trained on. rows: [N] int64 row numbers. cut: [N] bool, whether the prompt is not the row's
             whole text. image_offsets: [N + 1] int64 into images: [I, 4] int64, see TokenizedRow.images.
+
+        Raises ConfigError for groups of video frames in a job that does not read videos.
         """
         self.arrays = arrays
         if self.reader.images is not None and (arrays["images"][:, 3] != -1).any():

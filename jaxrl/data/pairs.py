@@ -56,7 +56,7 @@ class PairReader(Reader):
     def images_in(self, row: dict, where: str) -> list:
         """Returns the images of a raw row's prompt, which both completions share, and the groups of frames of its
         videos, not decoded; [] in a job of text. where: "file:line". Raises PromptError for completions that do not
-        make a pair, and for images that cannot be used."""
+        make a pair, and for images that cannot be used; ConfigError for images that the options do not allow."""
         return super().images_in(self._plain(row)[0], where)
 
     def _plain(self, row: dict) -> tuple[dict, str | dict | None]:

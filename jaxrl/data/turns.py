@@ -84,7 +84,7 @@ class TurnRenderer:
           messages: text or chat messages.
           tools: JSON schemas of this conversation; None for the renderer's.
 
-        Raises PromptError if the template rejects the messages.
+        Raises PromptError if the template rejects the messages, ImageError as `first_with_images`.
         """
         return self.first_with_images(messages, tools)[0]
 
@@ -200,7 +200,7 @@ class TurnRenderer:
             is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
 
-        Raises PromptError if the template cannot write these messages after a turn.
+        Raises PromptError if the template cannot write these messages after a turn, ImageError as `first_with_images`.
         """
         return self.extend_with_images(history, messages, limit)[0]
 
@@ -504,7 +504,7 @@ def end_of_turn(config, tokenizer) -> int | None:
     """Returns the id of the token with which the chat template ends an assistant's turn.
 
     None without a template (of the job's tokenizer, or with data.chat=false), or if it writes none. Raises PromptError
-    if the template rejects a user's message."""
+    if the template rejects a user's message, ConfigError if data.chat=true lacks a template."""
     if not Template(config, tokenizer).chat:
         return None
     renderer = TurnRenderer(config, tokenizer)

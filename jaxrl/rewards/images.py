@@ -37,13 +37,14 @@ class RowImage:
 
     @functools.cached_property
     def pillow(self) -> Any:
-        """The upright image in RGB, a PIL.Image.Image; decoded at the first access."""
+        """The upright image in RGB, a PIL.Image.Image; decoded at the first access. Raises ConfigError without
+        Pillow."""
         from jaxrl.data.images.decode import upright
         return upright(self.file)
 
     @functools.cached_property
     def pixels(self) -> Any:
-        """The upright image as a uint8 array [height, width, 3]."""
+        """The upright image in RGB as a uint8 array [height, width, 3]. Raises ConfigError without Pillow."""
         import numpy as np
         return np.asarray(self.pillow)
 

@@ -76,7 +76,9 @@ class Judge(Service):
 
         Args:
           prompt: text or chat messages. rubric: of the row; None = the option's. answer: reference answer or None.
-          images: rewards.images.RowImage, shown before the text."""
+          images: rewards.images.RowImage, shown before the text.
+
+        Raises KeyError for a placeholder in the judge's prompt that is none of NAMES."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",

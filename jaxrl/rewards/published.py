@@ -195,8 +195,9 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
       image: number of the row's image, from 0. threshold: from which the score is 1, and 0 below; 0 = the score is the
         IoU.
 
-    None without an answer, 0 without four numbers. Raises ValueError for another frame, an answer that is no box, and
-    a frame that needs the size of an image that the row does not have."""
+    None without an answer, 0 without four numbers. Raises ValueError for another frame, an answer that is no box
+    (TypeError if it is neither text nor a sequence), and a frame that needs the size of an image that the row does not
+    have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 4)
@@ -222,8 +223,8 @@ def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thous
         (`seen`), or of the stored one (`stored`).
       image: number of the row's image, from 0.
 
-    0.0 without two numbers. Raises ValueError for another frame, an answer that is no box, and a frame that needs the
-    size of an image that the row does not have."""
+    0.0 without two numbers. Raises ValueError for another frame, an answer that is no box (TypeError if it is neither
+    text nor a sequence), and a frame that needs the size of an image that the row does not have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 2)

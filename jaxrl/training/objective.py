@@ -294,6 +294,8 @@ class PolicyGradient(Objective):
           entropy_coef: [] adaptive coefficient of the entropy bonus; None = options.entropy_coef.
 
         Returns ([] sum of weight * token loss; {metric: [] contribution of the microbatch}).
+
+        Raises as `policy_terms`.
         """
         logp, entropy, metrics = outputs.logprobs()
         loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)

@@ -200,7 +200,8 @@ class ImageSource:
           messages: of `split`.
           render: messages -> text, as the chat template writes it.
 
-        Raises ImageError if the template does not write every image and every video once.
+        Raises ImageError if the template does not write every image and every video once, PromptError as expand.escape,
+        and what `render` raises.
         """
         clean = escape(messages, self.tokens)
         parts = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
