@@ -36,7 +36,7 @@ def register_reward(name: str):
     image_sizes, and of the run user (config.user), format_pattern and code_score. It returns a float, None (no score
     for this row), or (float, {metric: number}); for a batch a list of these. It runs in worker processes, so it must
     be importable there. Attributes of the function that workers read, if it has them: `prepare`, called before the
-    worker is ready; `size`, completions per call of a batched function; `seconds`, its time limit.
+    worker is ready; `size` and `seconds`, completions and time limit of one call of a batched function.
 
     Raises:
       ValueError: another function has this name.
