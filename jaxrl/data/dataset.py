@@ -363,7 +363,7 @@ class Dataset:
       tables: the raw rows, by number. reader: the Reader of these rows.
 
     Attributes:
-      name: "train", "heldout" or the name of an eval set.
+      name: "train", "heldout" or the name of an eval set or of a source.
       bad_rows: BadRows, the rows that could not be read.
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
         that they exceed (empty from a cache); filtered_rows: their row numbers; filtered_fraction: their share of

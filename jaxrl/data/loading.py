@@ -145,8 +145,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
       name -> Dataset, each of at most eval.max_rows rows (0 = all).
 
     Raises:
-      DataError, ConfigError: a set without usable rows, or a name that is used twice or has other characters than
-      letters, digits, "_", "." and "-"."""
+      DataError, ConfigError: a set without usable rows, an entry of eval.sets that is not name=path, or a name that is
+      used twice or has other characters than letters, digits, "_", "." and "-"."""
     data, limit = config.data, config.eval.max_rows
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):

@@ -254,15 +254,18 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Roles whose log-probs or values the loss needs: of "old", "reference" and "critic"."""
+        """Whose log-probs or values a step needs: "old" if old_logprobs is "recompute", "reference" if kl.coef is set,
+        "critic" with the advantage gae.
+        """
         o = self.options
         return (*["old"] * (o.old_logprobs == "recompute"), *["reference"] * bool(o.kl.coef),
                 *["critic"] * (o.advantage == "gae"))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Token columns that the loss reads: always behaviour and advantage; by the algorithm's options staleness,
-        behind_image, old, ref, support, and return with old_value.
+        """Token columns of the batch: always behaviour and advantage; staleness and behind_image if the gap is shown by
+        them; old unless old_logprobs is "current"; ref if kl.coef is set; support with sampled_support; with the
+        advantage gae return and old_value, which the loss reads only with a value head on the policy's trunk.
         """
         o = self.options
         return ("behaviour", "advantage", *["staleness"] * bool(self.staleness),
