@@ -74,8 +74,8 @@ class Example:
 
 
 def assistant_content(message: dict):
-    """Returns an assistant message's text, or a dict of the whole message if it has more (tool calls, thinking);
-    without `train`."""
+    """Returns an assistant message's content, or a dict of the whole message if it has more (tool calls, thinking);
+    without `train`, and without tool calls or thinking that are empty."""
     fields = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
     return fields["content"] if set(fields) <= {"role", "content"} else fields
 

@@ -54,8 +54,8 @@ class PassRates:
         return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(size, bool)}
 
     def start(self, arrays, host: dict | None) -> None:
-        """Restores the rates, and the started epochs of `orders`, from `arrays` and `host` of a checkpoint; does nothing
-        if host is None."""
+        """Restores the rates, and the started epochs of `orders`, from `arrays` and `host` of a checkpoint; does
+        nothing if host is None."""
         if host is None:
             return
         self.rates, at = np.array(arrays["rates"], np.float32), 0

@@ -153,7 +153,7 @@ class Service:
 def error_cause(error: BaseException) -> str:
     """Returns the cause of an httpx.HTTPError, for the metrics.
 
-    "tls", "host" (unknown name), "refused" (no connection) or "broken" (connection lost)."""
+    "tls", "host" (unknown name), "refused" (no connection) or "broken" (anything else, as a lost connection)."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)

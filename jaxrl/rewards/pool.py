@@ -101,8 +101,8 @@ class RewardPool:
         self._workers.ready()
 
     def key(self) -> str:
-        """Returns a digest of everything except the completions that decides scores: the functions' code and the
-        options that reach them. Equal on all hosts where these are equal.
+        """Returns a digest (16 hex digits) of everything except the completions that decides scores: the functions'
+        code and the options that reach them. Equal on all hosts where these are equal; "" without functions.
 
         Waits for the first worker, which computes the code digest. Raises as `wait` if it cannot start.
         """

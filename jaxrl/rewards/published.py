@@ -55,7 +55,8 @@ def tag_count_reward(prompt, completion):
 def reasoning_steps_reward(prompt, completion):
     """Scores a third for each mark of a step, at most 1 in all (open-r1's `reasoning_steps`).
 
-    Marks: `Step 1:`, a number at the very start, bullets, First, Second, Next, Finally."""
+    Marks: `Step 1:`, a number and a point at the very start, a further line that begins with - or *, and `First,`,
+    `Second,`, `Next,`, `Finally,` with their commas."""
     marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
     return min(1.0, len(marks) / 3)
 

@@ -271,9 +271,9 @@ def _moves(value, root: Path | None) -> bool:
 
 
 def video_of(value, root: Path | None, extra: dict | None = None) -> Video:
-    """Returns one video: a list of frames, each in a form of read.image_of; a uint8 array [T, H, W, 3]; a folder of
-    frames; an animated GIF or WebP; or a table {"video" or "frames": one of these, "fps": frames a second, or "times":
-    seconds of each frame}.
+    """Returns one video: a list of frames, each in a form of read.image_of; a uint8 array [T, H, W, 3] or [T, H, W, 4];
+    a folder of frames; an animated GIF or WebP; or a table {"video" or "frames": one of these, "fps" or "sample_fps":
+    frames a second, or "times": seconds of each frame}.
 
     Args:
       root: folder that paths are relative to and must lie in; None refuses paths.
