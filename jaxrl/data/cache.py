@@ -181,8 +181,8 @@ class Cache:
 
 
 class CachedRows(Tables):
-    """The rows of a cache entry, read from disk, indexed by their row number in the source. A Dataset uses it as its
-    tables.
+    """The rows of a cache entry, read from disk, indexed by their row number in the source; IndexError for a row that
+    no example needs. A Dataset uses it as its tables.
 
     folder: of the entry. commits: hub commits of the rows."""
 

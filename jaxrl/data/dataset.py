@@ -128,11 +128,11 @@ class Row(NamedTuple):
       answer: the reference answer, after data.answer_pattern; None without one.
       columns: what rewards receive by name, as Example.columns.
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
-      messages: with data.train_turns=all, the whole conversation; every assistant message after the
-        prompt is trained on.
-      tools: the JSON schemas passed to the chat template.
+      messages: with data.train_turns=all, the whole conversation, of which every assistant message after the prompt
+        without train=false is trained on; of StepReader the steps; else None.
+      tools: JSON schemas of the row's column `tools` for the chat template; None = those of the job.
       rejected: the rejected completion of a pair, whose chosen one is `completion`.
-      images: the prompt's images, whose tokens in `text` are one each; None without images.
+      images: the prompt's images, whose tokens in `text` are one each, and those of `messages`; None without images.
     """
 
     prompt: Any
