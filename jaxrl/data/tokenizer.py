@@ -175,9 +175,10 @@ def completion_texts(tokenizer, ends=()):
 
 
 def tokenizer_class(source: str):
-    """Returns the transformers class that loads a tokenizer: PreTrainedTokenizerFast for a folder with tokenizer.json and
-    without config.json whose tokenizer_config.json names it and no code of its own, so that torch is not imported; else
-    AutoTokenizer, which imports torch if it is installed. Also turns off transformers' advice about a missing torch.
+    """Returns the transformers class that loads a tokenizer: PreTrainedTokenizerFast for a folder with tokenizer.json
+    and without config.json whose tokenizer_config.json names it and no code of its own, so that torch is not imported;
+    else AutoTokenizer, which imports torch if it is installed. Also turns off transformers' advice about a missing
+    torch.
 
     source: folder or hub id.
     """

@@ -52,7 +52,8 @@ class ImageSource:
     environment shows is a hash of its file, which whoever uses the number keeps (`hold`).
 
     Args:
-      config: options `data.image_*` and data.max_images.
+      config: of the job: options `data.image_*`, `data.video_*`, data.max_images and data.workers; data.overlong_*, env
+        and run.recipe decide what is refused.
       model_type: of config.json, the family's name there.
       tokenizer: whose image token must be one token.
       folder: of the checkpoint, whose preprocessor_config.json is read; None: the family's defaults.
@@ -267,7 +268,8 @@ class ImageSource:
         """Returns (messages of an environment, with contents that are text or lists of text and image parts; their
         images in order, None where a part brings none, which stands for the next image of the row).
 
-        Raises ImageError for parts in no known form, an image in an assistant's message, and more than data.max_images.
+        Paths are relative to data.image_root; without it they are refused. Raises ImageError for parts in no known
+        form, an image that cannot be used or is an assistant's, and more than data.max_images.
         """
         root, out, found = Path(self.root) if self.root else None, [], []
         for message in messages:
