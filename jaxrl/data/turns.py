@@ -45,8 +45,8 @@ class TurnRenderer:
       images: what the model's family writes for an image; None = messages are text.
 
     Attributes:
-      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn,
-        and with env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and
+      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn, and with
+        env.max_parallel_calls=1, if calls are read, the one that ends a call, so that a model cannot continue and
         invent the call's result.
 
     Raises:
@@ -420,7 +420,7 @@ class TurnRenderer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Stop tokens in addition to the tokenizer's end token: the one with which the template ends a turn, and with
-        env.max_parallel_calls=1 the one that ends a call."""
+        env.max_parallel_calls=1 the one that ends a call, if the job has tools or names env.parser."""
         return self.stop_ids_with(False)
 
     def stop_ids_with(self, tools: bool) -> tuple[int, ...]:

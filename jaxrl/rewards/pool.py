@@ -184,6 +184,7 @@ class RewardPool:
         Raises:
           ConfigError: names each function that fails on all items it applies to. Also if no worker can be started, a
             value has no JSON form, or a batched function does not return one score per item.
+          RunStopped, RuntimeError: as `wait`.
         """
         results: dict[tuple[int, int], dict] = {}
         jobs = [(i, f) for i, functions in enumerate(self._functions_of_items(items)) for f in functions]
@@ -211,6 +212,7 @@ class RewardPool:
 
         Raises:
           ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.
+          ConfigError, RunStopped, RuntimeError: as `wait`.
         """
         out = []
         for name, (_, o) in services.service_options(self._reward).items():
