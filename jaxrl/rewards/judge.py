@@ -72,11 +72,13 @@ class Judge(Service):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
     def messages(self, prompt, completion: str, rubric, answer, images=()) -> list[dict]:
-        """Returns the request messages for one completion.
+        """Returns the request messages for one completion: one user message, a text, or with images a list of parts.
 
         Args:
           prompt: text or chat messages. rubric: of the row; None = the option's. answer: reference answer or None.
-          images: rewards.images.RowImage, shown before the text."""
+          images: rewards.images.RowImage, shown before the text.
+
+        Raises KeyError for a placeholder in the judge's prompt that is none of NAMES."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -92,7 +94,8 @@ class Judge(Service):
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
         """Returns (score in 0..1, {cached: 1.0 if the reply was on disk, else 0.0}). A reply without a score is asked
-        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one.
+        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one, and
+        OSError if the reply cannot be written into the cache's folder.
 
         client: of Service.client. budget: time left. messages: of `messages`."""
         o = self.o
@@ -152,7 +155,7 @@ class Judge(Service):
 
 
 class SeeingJudge(Judge):
-    """A Judge that is shown the images of the row (reward.judge.show_images)."""
+    """A Judge whose requests hold the images of the row before the text (reward.judge.show_images)."""
 
     async def __call__(self, prompts, completions, images=None, **columns):
         return await super().__call__(prompts, completions, images=images, **columns)
@@ -193,9 +196,10 @@ def prompt_text(prompt) -> str:
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
-    """Replaces the placeholders {name} of a prompt in one pass; inserted values are not scanned again.
+    """Returns a prompt with its placeholders {name} replaced, in one pass, so that inserted values are not scanned
+    again; {{ and }} become { and }.
 
-    values: text of every placeholder."""
+    values: text of every placeholder. Raises KeyError for a name that is not among them."""
     return PLACEHOLDER.sub(lambda m: m[0][0] if m[1] is None else values[m[1]], prompt)
 
 
@@ -205,5 +209,5 @@ def unknown_names(prompt: str) -> list[str]:
 
 
 def make(o: dict, place: dict) -> Judge:
-    """Returns the reward of a judge's options and its service's place."""
+    """Returns the Judge of a reward.judge's options and its place, with show_images the SeeingJudge."""
     return (SeeingJudge if o.get("show_images") else Judge)(o, place)
