@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 
 from jaxrl.records import sealed
 from jaxrl.rewards.calling import ServiceError
@@ -57,7 +59,7 @@ class Judge(Service):
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
         self.size, self._cache, self._pattern = o["concurrency"], place["cache"], re.compile(o["pattern"])
-        self._requests = 0
+        self._requests, self._refused = 0, False  # whether the cache's folder refused a reply
 
     async def __call__(self, prompts, completions, **columns):
         """Returns per completion (score in 0..1, {cached: 0 or 1}), or the ServiceError."""
@@ -94,8 +96,8 @@ class Judge(Service):
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
         """Returns (score in 0..1, {cached: 1.0 if the reply was on disk, else 0.0}). A reply without a score is asked
-        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one, and
-        OSError if the reply cannot be written into the cache's folder.
+        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one. A
+        reply that the cache's folder does not take is a printed line, once, and costs no score.
 
         client: of Service.client. budget: time left. messages: of `messages`."""
         o = self.o
@@ -145,13 +147,19 @@ class Judge(Service):
         return text if isinstance(text, str) and name == os.path.basename(path) else None
 
     def _write_cache(self, path: str, answer: str) -> None:
-        if not path:
+        if not path or self._refused:
             return
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         part = f"{path}.{os.getpid()}.{id(answer)}.part"
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(sealed.sealed([os.path.basename(path), printable(answer)]))
-        os.replace(part, path)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(part, "w", encoding="utf-8") as file:
+                file.write(sealed.sealed([os.path.basename(path), printable(answer)]))
+            os.replace(part, path)
+        except OSError as e:  # the disk is full, or the folder cannot be written: the score is there
+            self._refused = True
+            print(f"reward.judge: replies are no longer kept in {self._cache}: {e.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.unlink(part)
 
 
 class SeeingJudge(Judge):
