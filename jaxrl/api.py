@@ -55,7 +55,8 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
-        `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny').
+        `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny'); None = the
+        defaults. Without run.dir the run is in runs/<name of the recipe>.
       rewards: reward functions `(prompt, completion, **columns) -> float | None`, or names of built-in ones.
       model: a Hugging Face folder or hub id.
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.

@@ -31,7 +31,8 @@ FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indice
 
 
 class Sizes(NamedTuple):
-    """Lengths, groups and image patches of Q sequences, which decide the layout."""
+    """Lengths, groups and image patches of Q sequences, which decide the layout. Integer arrays: int64, lengths also
+    int32."""
 
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
     completions: np.ndarray  # [Q] tokens after it
@@ -135,7 +136,7 @@ class Pictures(NamedTuple):
         """Returns the images of sequences, in their order; None if there is none.
 
         places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches,
-        window, two_way and frames: a data.images.source.ImageSource or a Pictures.
+        window, two_way and frames: a data.images.source.ImageSource or a Pictures. The result has no `features`.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
@@ -241,14 +242,15 @@ class Trajectories:
 
     def total(self, values_T=1) -> np.ndarray:
         """Returns the sum of values over each trajectory's tokens in the loss, [N]; without values the count of these
-        tokens.
+        tokens, int64.
 
-        Nothing is divided. values_T: [T], not read outside the loss.
+        Nothing is divided. values_T: [T], not read outside the loss; sums of floats have their dtype.
         """
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
 
     def spread(self, numbers_N) -> np.ndarray:
-        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N]."""
+        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N], of any dtype, which
+        the result has."""
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
@@ -293,7 +295,8 @@ class PackedBatch(flax.struct.PyTreeNode):
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything an update changes. `trainable` and `frozen` together are the parameters (disjoint flat dicts)."""
+    """The state of training: parameters, optimizer state and counters. `trainable` and `frozen` together are the
+    parameters: disjoint flat dicts, "path/of/leaf" -> array; optimizer updates change `trainable` alone."""
 
     trainable: Any
     frozen: Any

@@ -169,8 +169,9 @@ class Chat:
           stop: texts that end this turn; one text or several.
           max_tokens: of this turn, below rollout.max_new_tokens; 0 for that limit.
 
-        Raises BadEnvironment for arguments of another form, and while another send is pending; TypeError for a tool
-        that is neither a plain typed function nor a schema.
+        Raises BadEnvironment for arguments of another form, for no message (except after `rewrite`), and while another
+        send is pending; TypeError for a tool that is neither a plain typed function nor a schema, and for two tools of
+        one name.
         """
         return self._to_turn(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
 
@@ -197,7 +198,8 @@ class Chat:
         self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
-        """Replaces the conversation by these messages, text or a list; the next `send` adds to them, and may be empty.
+        """Replaces the conversation by these messages, as `send` takes them; the next `send` adds to them, and may be
+        empty.
 
         What was sampled before is trained as a separate sequence. Raises BadEnvironment for other messages."""
         self._history = _messages(messages)

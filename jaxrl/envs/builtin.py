@@ -138,7 +138,7 @@ def apply_move(grid: str, move: str) -> str:
 
     Cells: `.` free, `#` wall, `O` hole, `G` goal, `B` box, `T` target, `P` player; `*` a box and `+` the player on a
     target, `W` the player at the goal, `X` a player who fell into a hole. Walls and the edge stop a move; a box is
-    pushed if the cell beyond it is free or a target.
+    pushed if the cell beyond it is free or a target. Raises StopIteration for a map without `P` or `+`.
     """
     cells = [list(line) for line in grid.split("\n")]
     row, column = next((r, line.index(c)) for r, line in enumerate(cells) for c in "P+" if c in line)
@@ -182,7 +182,8 @@ class Lake:
         return Observation(self.grid, state=self.grid)
 
     def step(self, action):
-        """Moves the player, perhaps sideways; returns a Step with the map, reward 1 if it is solved.
+        """Moves the player, perhaps sideways; returns a Step with the map: reward 1 and done if it is solved, reward 0
+        and done in a hole.
 
         action: up, down, left or right; any other text leaves the map as it is."""
         move = action.strip()
@@ -203,7 +204,7 @@ class LakePixels(Lake):
         return drawn(self.grid)
 
     def step(self, action):
-        """Moves the player, perhaps sideways; returns a Step with the map's picture, reward 1 if it is solved."""
+        """Moves the player as `Lake.step`; returns its Step with the map's picture."""
         step = super().step(action)
         return Step(drawn(self.grid), step.reward, step.done)
 

@@ -247,9 +247,10 @@ def _same(message: dict) -> dict:
 
 
 def assistant_message(turn: dict, stop: list[str]) -> dict:
-    """Returns the model's turn as a message of the API: role, content, refusal and, if there are any, tool calls.
+    """Returns the model's turn as a message of the API: role, content (None for calls without text), refusal (None)
+    and, if there are any, reasoning_content and tool_calls.
 
-    A turn with a call that cannot be parsed is returned as its text.
+    A turn with a call that cannot be parsed is returned as its text, without calls.
 
     Args:
       turn: the trainer's reply.

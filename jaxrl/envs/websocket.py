@@ -53,7 +53,7 @@ class WebSocket:
         return cls(reader, writer)
 
     async def send(self, text: str) -> None:
-        """Sends a text message and waits until the transport takes more."""
+        """Sends a text message and waits until the transport takes more. Raises ConnectionError if it is broken."""
         self._frame(TEXT, text.encode())
         await self._writer.drain()
 

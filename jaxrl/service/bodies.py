@@ -295,7 +295,8 @@ class Sample(NamedTuple):
 
 def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool,
            sight: Sight | None = None) -> Sample:
-    """Returns the sampling request of a body that `read` has checked. Raises Refused (422).
+    """Returns the sampling request of a body that `read` has checked. Raises Refused (422), naming the field, for
+    options that are not served, values out of bounds, ids beyond the vocabulary, and a prompt that is too long.
 
     At most the tokens that are left of `longest` after the prompt are sampled; max_tokens may ask for more.
 

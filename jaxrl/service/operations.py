@@ -42,7 +42,9 @@ VERSIONS, FULL_VERSIONS = 64, 3  # versions of weights that the sampler keeps, i
 
 @dataclasses.dataclass(eq=False)
 class Promise:
-    """The answer to a request: a Future of bytes (protobuf) or of a dict (JSON). digest: of the request's body."""
+    """The answer to a request: a Future of bytes (protobuf) or of a dict (JSON), or of a Refused as its exception.
+
+    digest: SHA-256 of the request's body, or of the part by which it is recognised. made: by time.monotonic."""
 
     future: Future
     digest: str
@@ -66,7 +68,9 @@ class Model:
 
 @dataclasses.dataclass(eq=False)
 class SamplingSession:
-    """version: of the weights. path: their tinker:// path; None = the base, or weights that were saved without one."""
+    """The weights that a sampling session samples from.
+
+    version: their name in the sampler. path: their tinker:// path; None = the base, or saved without one."""
 
     version: str
     path: str | None
@@ -158,7 +162,8 @@ class Operations:
                 self.compact({name for name, p in self.promises.items() if p.future.done()})
 
     def compact(self, done) -> None:
-        """Drops from the journal results older than RESULTS_SECONDS, and bodies that no run needs again.
+        """Drops from the journal requests and results that are older than RESULTS_SECONDS and that nothing needs again;
+        of such requests that are younger, the bodies alone.
 
         done: names of requests that have a result.
         """
@@ -184,7 +189,7 @@ class Operations:
             self.journal.compact(needed)
 
     def promise(self, name: str) -> Promise:
-        """Returns a promise by name. Raises Refused(410)."""
+        """Returns a promise by name. Raises Refused (410) for one that is not known or another user's."""
         found = self.promises.get(name)
         if found is None or not self._sees(name):
             raise Refused(410, f"request_id={name!r} is not known here: the server was restarted, or the result is "
@@ -286,7 +291,8 @@ class Operations:
     # ---- runs
 
     def create_model(self, body: dict, raw: bytes) -> dict:
-        """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}."""
+        """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}, whose result is the error
+        for a wrong base, optimizer or adapter. Raises Refused (404) for an unknown session."""
         b = bodies.read("create_model", body)
         session, model_id = self.session(b["session_id"]), f"{b['session_id']}:train:{b['model_seq_id']}"
 
@@ -366,7 +372,8 @@ class Operations:
         return self.trainer.restored(options, leaves, moments)
 
     def forward_backward(self, raw: bytes) -> dict:
-        """Computes a loss and its gradient, or the loss alone; returns the promise. raw: the protobuf message."""
+        """Computes a loss and its gradient, or the loss alone; returns the promise, whose result is the error for wrong
+        data. raw: the protobuf message. Raises Refused: 400 for another message, 404 for an unknown run."""
         request = wire.parse_forward_backward(raw)
         kind = "forward" if request.forward_only else "forward_backward"
 
@@ -380,7 +387,8 @@ class Operations:
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
-        """Applies the gradients of a run; returns the promise. body: the JSON; raw: its bytes."""
+        """Applies the gradients of a run; returns the promise, whose result is the error for wrong settings. body: the
+        JSON; raw: its bytes. Raises Refused (404) for an unknown run."""
         b = bodies.read("optim_step", body)
 
         def prepare():
@@ -392,7 +400,8 @@ class Operations:
     # ---- saved weights
 
     def save_weights(self, body: dict, raw: bytes) -> dict:
-        """Saves adapter and optimizer under a name; returns the promise."""
+        """Saves a run's weights and optimizer under a name; returns the promise of their tinker:// path. Raises Refused
+        (404) for an unknown run."""
         b = bodies.read("save_weights", body)
 
         def prepare():
@@ -416,7 +425,8 @@ class Operations:
         self.store.write(address, about, lambda folder: self.trainer.export(run, folder), moments, overwrite)
 
     def save_weights_for_sampler(self, body: dict, raw: bytes) -> dict:
-        """Keeps the run's present weights for sampling: under a name on the disk, or for one sampling session."""
+        """Keeps the run's present weights for sampling: under a name on the disk, or for one sampling session; returns
+        the promise of their path or session id. Raises Refused (404) for an unknown run."""
         b = bodies.read("save_weights_for_sampler", body)
 
         def prepare():

@@ -149,10 +149,10 @@ def _microbatch(length: int, rows: list, count: int, shapes: RowShapes) -> Micro
 
 
 def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
-    """Returns a datum's positions as a ragged batch whose token i + 1 is in the loss, and token columns [T].
+    """Returns the data of a batch as (Trajectories whose sequences are the data, {name: token column [T]}).
 
     A sequence is a datum's tokens and one more, which no real token sees: loss slot i + 1 is read at token i, with the
-    target of column "target" (int32). Columns are 0 at the first token of each sequence, which is not in the loss.
+    target of column "target" (int32). All tokens but the first of each sequence are in the loss; columns are 0 there.
 
     dtype: of the columns of the batch."""
     sizes = np.array([len(own) + 1 for own in batch.tokens])

@@ -165,7 +165,8 @@ def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
 
 
 def with_head(model, rank: int):
-    """Returns a model with an adapter of this rank on the output matrix, too."""
+    """Returns a model with an adapter of this rank on the output matrix, too, of scale 1. The model must have an
+    adapter."""
     head = adapters.Target(adapters.HEAD, rank, 1.0)
     adapter = dataclasses.replace(model.adapter, targets=(*model.adapter.targets, head))
     return dataclasses.replace(model, adapter=adapter)

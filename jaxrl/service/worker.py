@@ -134,7 +134,8 @@ class Worker:
     # ---- from the HTTP thread
 
     def post(self, task: Task, model_id: str = "", number: int = 0) -> None:
-        """Queues a task, of a run if `model_id` is given. Raises Refused for a number that ran, and while stopping."""
+        """Queues a task, of a run if `model_id` is given. Raises Refused: 422 for a number that ran or is queued, 503
+        while stopping."""
         with self._change:
             if self._stopping:
                 raise Refused(503, "the server is stopping; it answers again once it is restarted")
@@ -148,8 +149,8 @@ class Worker:
             self._change.notify()
 
     def check_room(self, session: str, model_id: str, number: int, size: int, name: str) -> None:
-        """Raises Refused (422) for a number that was used or is AHEAD, and Refused (429) if more requests of a session
-        wait than WAITING_BYTES. One that its run waits for has room always, so that the others can run.
+        """Raises Refused: 422 for a number that was used or is more than AHEAD beyond the next one, 429 if bodies of
+        more than WAITING_BYTES of a session would wait. One that its run waits for has room always.
 
         Args:
           session: id. model_id: of the run. number: of the request in it. size: bytes of its body. name: for messages.
