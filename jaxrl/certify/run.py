@@ -118,7 +118,9 @@ def of_update(base: Base, loss: losses.Loss, spec) -> dict:
 
 
 class Rewards:
-    """Reward functions in their workers and completions of the first rows, opened when the first claim needs them."""
+    """Reward functions in their workers and completions of the first rows, opened when the first claim needs them.
+
+    config: the whole config. inputs: PythonInputs of the caller, or None. stack: closes the workers."""
 
     def __init__(self, config, inputs, stack: contextlib.ExitStack):
         self.config, self.inputs, self.stack = config, inputs, stack
@@ -168,7 +170,8 @@ class Rewards:
 
 
 def small_data(config):
-    """Returns the config limited to its first rows, with the tokenizer of its warm start if it names none."""
+    """Returns the config limited to its first MOST_ROWS rows, with the tokenizer of its warm start if it names neither
+    tokenizer nor model."""
     c = editable(config)
     c.data.max_rows = min(c.data.max_rows or MOST_ROWS, MOST_ROWS)
     if c.run.warm_start and not (c.model.tokenizer or c.model.path):

@@ -202,7 +202,8 @@ def differing_options(a: Run, b: Run) -> list[str]:
 
 
 def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Comparison]:
-    """Compares two runs over the steps that both recorded; returns {boundary's name: Comparison}."""
+    """Compares two runs over the steps that both recorded; returns {boundary's name: Comparison}. Raises ConfigError
+    for a line of rollouts that is not JSON."""
     out = {boundary.name: Comparison() for boundary in BOUNDARIES}
     steps = sorted((a.lines.keys() & b.lines.keys()) | (set(a.steps()) & set(b.steps())))
     recorded = set(a.steps()) & set(b.steps())

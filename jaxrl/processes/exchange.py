@@ -139,11 +139,11 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp 1;
-    cp is more of fsdp (sharding.rollout_mesh).
+    """Returns this process's devices of a mesh as a mesh of the same axes (dp, fsdp, cp, ep, tp), of sizes [copies
+    here, 1, 1, ep, tp]: each ep x tp group holds one copy of the rollout weights.
 
-    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same
-    way under both meshes. A mesh of this process alone is returned as it is.
+    Arrays split over ep and tp alone (the rollout layout) lie on each device in the same way under both meshes. A mesh
+    of this process alone is returned as it is.
 
     Raises:
       ConfigError: such a group crosses processes.

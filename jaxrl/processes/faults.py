@@ -119,7 +119,10 @@ def _parse(entry: str) -> Fault:
 
 
 class Faults:
-    """The fault plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
+    """The fault plan of one process. `fire` is called at the named points and does nothing unless an entry matches.
+
+    plan: faults.plan. process: rank of this process; entries for others are left out. Raises ConfigError for a wrong
+    entry."""
 
     def __init__(self, plan: Iterable[str] = (), process: int = 0):
         self._pending: dict[tuple[str, int, str], list[Fault]] = {}

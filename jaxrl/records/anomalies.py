@@ -67,7 +67,7 @@ def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
 
 
 def of_run(lines: list[dict]) -> list[Anomaly]:
-    """Returns the anomalies in lines of metrics.jsonl, by step.
+    """Returns the anomalies in lines of metrics.jsonl, sorted by step and metric, with those of `hacked`.
 
     Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on. Later steps are not compared
     with an anomalous one, unless NEW steps before it were anomalous, too.
@@ -110,8 +110,8 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
 
 
 def outliers(values, floor: float = 0.0) -> np.ndarray:
-    """Returns [N] float64 robust deviations of each finite number from the median of all; 0 for numbers that are not
-    finite.
+    """Returns [N] float64 signed robust deviations (`deviations`) of each finite number from the median of all; 0 for
+    numbers that are not finite.
 
     values: [N]. floor: smallest difference that counts as LIMIT deviations."""
     values, out = np.asarray(values, np.float64), np.zeros(len(values))

@@ -129,7 +129,8 @@ def steps(folder) -> dict[int, Path]:
 
 
 def read(path) -> Record:
-    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array."""
+    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array, and for
+    a name or format that is not a record's; OSError if the file cannot be read."""
     path = Path(path)
     named = _NAME.fullmatch(path.name)
     if named is None:

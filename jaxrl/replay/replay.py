@@ -91,7 +91,8 @@ class Replay:
         return files.read(self.paths[self.s.step + 1])
 
     def replay_step(self) -> Done:
-        """Computes the next step again from its record; session and roles are one step further afterwards."""
+        """Computes the next step again from its record; session and roles are one step further afterwards. Raises
+        ConfigError if the record is damaged."""
         record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
         batch, before = restore_batch(record), self.hash_states()
         layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
@@ -113,7 +114,7 @@ def run(config, inputs=None) -> dict:
     inputs: what the run was started with from Python (PythonInputs), or None.
 
     Returns the entries of summary.json: `replay` with a verdict for each step, and `tried` for the settings of
-    replay.try."""
+    replay.try. Raises ConfigError for steps that cannot be computed again (Plan)."""
     plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
@@ -231,7 +232,9 @@ class Plan:
         return out
 
     def open(self, stack: contextlib.ExitStack, inputs, start: int, step: int) -> Replay:
-        """Opens the state after step `start` in a new Session, with the config that `step` was recorded under."""
+        """Opens the state after step `start` in a new Session, which `stack` closes, with the config that `step` was
+        recorded under. inputs: PythonInputs, or None. Raises ConfigError for an option that would change the meaning of
+        the record."""
         asked = self._asked(step)
         asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
         header = files.header(self.paths[step])

@@ -304,7 +304,8 @@ def parse(tests, entry_point: str = "") -> Tests:
       ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before each
       a text with def check(candidate)                       called with `entry_point`
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, also for no tests and for unequal numbers of inputs and outputs; KeyError for
+    inputs without outputs.
     """
     if isinstance(tests, str):
         try:

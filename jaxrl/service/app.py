@@ -71,7 +71,7 @@ class Options(NamedTuple):
       max_length: most tokens of a sequence. image_tokens: most of a sequence, 0 = text alone.
       together: most requests of one forward and backward pass.
       sync: seconds within which the disk has a record of the journal; None = when the system writes it.
-      config: further options of jaxrl by dotted name.
+      config: further options of jaxrl by dotted name. host, port, dir, unembed, sampler: as the module describes them.
     """
 
     model: str

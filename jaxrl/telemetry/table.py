@@ -167,7 +167,8 @@ def _width(metric) -> int:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Returns the course of a value in at most `width` characters, each the mean of its share of the points."""
+    """Returns the course of a value in at most `width` characters, each the mean of its share of the points; values
+    that are not finite are left out, "" without any."""
     values = [v for v in values if v == v and abs(v) != float("inf")]
     if not values:
         return ""

@@ -45,9 +45,9 @@ class Telemetry:
     """Console, metrics.jsonl, rollouts, summary.json, TensorBoard, W&B and the user's sinks of one run.
 
     metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another.
-    A sink that fails is said once and tried again at the next step; one that hangs for FLUSH_SECONDS is left out from
-    then on. No sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises
-    while there are any.
+    A sink that fails is logged once and tried again at the next step; one that hangs for FLUSH_SECONDS is disabled. No
+    sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises while there
+    are any.
 
     Args:
       run_dir: created if need be; locked against a second run until `close`.
@@ -206,7 +206,8 @@ class Telemetry:
         self._try("console", lambda: self.console.print(text))
 
     def summary(self, values: dict) -> dict:
-        """Merges values (JSON-able) into summary.json atomically and returns the whole."""
+        """Merges values (JSON-able) into summary.json atomically and returns the whole; a silent telemetry writes
+        nothing and returns `values`."""
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
