@@ -99,7 +99,9 @@ def loss_of(base: Base) -> losses.Loss:
 
 
 def of_update(base: Base, loss: losses.Loss, spec) -> dict:
-    """Returns the name of a claim -> the function that tests it, for loss, advantages and update."""
+    """Returns the name of a claim -> the function that tests it, for loss, advantages and update.
+
+    base: the tiny job. loss: of `loss_of`. spec: Spec of the config that is certified."""
     both = lambda *checks: lambda: "; ".join([check() for check in checks])  # noqa: E731
     layouts = {name: both(lambda name=name: losses.unchanged(loss, name), lambda name=name: base.unchanged(name))
                for name in ("microbatches", "packing", "padding")}
@@ -181,7 +183,7 @@ def small_data(config):
 
 
 def of_rewards(opened: Rewards) -> dict:
-    """Returns the name of a claim -> the function that tests it, for rewards."""
+    """Returns the name of a claim -> the function that tests it, for the opened Rewards."""
     return {"reward_twice": lambda: rewards.twice(*opened.ready()[:2]),
             "reward_columns": lambda: rewards.columns(*opened.ready()[:2]),
             "reward_rows": lambda: rewards.rows(*opened.ready()[:2]),

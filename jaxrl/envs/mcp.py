@@ -319,8 +319,8 @@ class Http:
     async def ask(self, message: dict, number: int) -> dict:
         """Sends a JSON-RPC request and returns the reply with this id.
 
-        Raises BadEnvironment if the connection fails, for an HTTP status other than 200, a lost session, invalid JSON,
-        and a response without this reply."""
+        message: the request, with its id. number: the id. Raises BadEnvironment if the connection fails, for an HTTP
+        status other than 200, a lost session, invalid JSON, and a response without this reply."""
         async with self._request("POST", message) as (status, headers, parts):
             if status == 404 and self._session:
                 self.fault = f"{self._name} has lost the session"

@@ -55,7 +55,8 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One attempt at an episode. n: its number, unique in the pool. worker: None while it waits for a free seat."""
+    """One attempt at an episode. id: the caller's name of it. n: its number, unique in the pool. worker, seat: where it
+    runs, and its index in that worker's table; None and -1 while it waits for a free seat."""
 
     id: str
     n: int
@@ -274,7 +275,8 @@ class EpisodePool:
             self._wake()
 
     def cancel(self, ids: list[str]) -> None:
-        """Ends these episodes; they produce no further events."""
+        """Ends these episodes; they produce no further events, and those not fetched yet are dropped. Ids of episodes
+        that are over are ignored."""
         with self._state:
             gone = set(ids)
             self._events = deque(e for e in self._events if e.id not in gone)

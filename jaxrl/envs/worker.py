@@ -312,7 +312,9 @@ class BlockingAttempt(Attempt):
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
-        """Calls a user's function in this thread and returns its result; a coroutine is run to its end."""
+        """Calls a user's function in this thread and returns its result; a coroutine is run to its end.
+
+        phase: what it is, for messages. args, kwargs: of the function fn."""
         before, self.phase = self.phase, phase
         found = fn(*args, **kwargs)
         if hasattr(found, "__await__"):

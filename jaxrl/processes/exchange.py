@@ -170,7 +170,8 @@ def copy_crosses(mesh: Mesh) -> bool:
 
 
 def as_local_arrays(tree, mesh: Mesh):
-    """Returns global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers."""
+    """Returns a tree of global arrays in the rollout layout as arrays of the local mesh, without a copy: the same
+    buffers. Arrays that this process holds whole stay as they are. mesh: of `local_mesh`."""
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array
@@ -236,7 +237,7 @@ def facts(config: dict) -> dict[str, str]:
 
 
 def check_equal(peers: Peers, found: dict[str, str]) -> None:
-    """Compares facts over all processes. Collective.
+    """Compares facts over all processes. Collective. found: of `facts`.
 
     Raises ConfigError, on every process, naming each fact that differs (at most 20), the host and both values.
     """

@@ -134,8 +134,8 @@ class Faults:
     def fire(self, component: str, step: int, phase: str = "") -> None:
         """Runs the faults planned for a point, each once.
 
-        An action may end the process, or raise FaultError or OSError. Raises KeyError for a point missing from `POINTS`
-        (a mistake in jaxrl itself).
+        component, phase: the point; phase "" = the first one that POINTS lists. An action may end the process, or raise
+        FaultError or OSError. Raises KeyError for a point missing from `POINTS` (a mistake in jaxrl itself).
         """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")
@@ -160,7 +160,7 @@ def _act(fault: Fault) -> None:
 
 
 class InterruptedAtStart(KeyboardInterrupt):
-    """A signal that came before there was anything to save."""
+    """A signal came before there was anything to save. number: of the signal; the text is its name."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)

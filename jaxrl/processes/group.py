@@ -120,7 +120,7 @@ class Peers:
     """The processes of a run, as one of them sees the others. With one process nothing waits and nothing is sent.
 
     Attributes:
-      index, count: rank of this process, from 0, and the number of processes.
+      index, count: rank of this process, from 0, and the number of processes. (Argument client: jax's key-value store.)
       wait_seconds: how long a collective call waits for late processes.
       names: rank -> host, "" if not known.
       failure: the error of a process that died or gave up; None = no process did.
@@ -281,7 +281,8 @@ class Watch(threading.Thread):
     Process 0 reads the heartbeats and posts who has been silent for `patience` seconds; all processes read the posts.
     A process whose main thread cannot exit (it waits in a collective) is ended GRACE_SECONDS later.
 
-    beat: seconds between heartbeats, a tenth of the patience and at most 5.
+    peers: the group, whose `failure` and `stop_requested` it sets. beat: seconds between heartbeats, a tenth of the
+    patience and at most 5.
     """
 
     def __init__(self, peers: Peers, patience: float):

@@ -93,7 +93,8 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
 
 
 def hacked(lines: list[dict]) -> list[Anomaly]:
-    """Returns evaluations whose held-out accuracy is HACKED below its best although the reward rose since then."""
+    """Returns the evaluations, as Anomalies, whose held-out accuracy is at least HACKED below its best although the
+    reward is higher than then. lines: as in `of_run`."""
     out, best = [], None  # (accuracy, reward)
     reward = 0.0
     for line in lines:

@@ -100,7 +100,8 @@ def read_config(folder, name: str) -> dict:
 
 
 def header(path) -> dict:
-    """Reads the header of a record without its arrays. Raises ConfigError if it cannot be read."""
+    """Reads the header of a record without its arrays or checksum, a dict with "format" and "step". Raises ConfigError
+    if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:
             return json.loads(file.read(HEADER))

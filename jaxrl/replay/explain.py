@@ -105,8 +105,8 @@ def heading(plan, found) -> str:
 
 @dataclasses.dataclass
 class Answers:
-    """Measurements of N completions, each [N]: numbers, and bool for `masked` and `truncated`. Log-probs are in nats;
-    means are over a completion's loss tokens."""
+    """Measurements of N completions, each [N]: floats, integers for `length` and `age`, bool for `masked` and
+    `truncated`. Log-probs are in nats; means and shares are over a completion's loss tokens."""
 
     score: np.ndarray
     advantage: np.ndarray   # mean per token

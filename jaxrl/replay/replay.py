@@ -262,6 +262,8 @@ class Plan:
     def introduction(self, start: int, step: int) -> str:
         """Returns the console lines about what is replayed and what differs from the recorded run.
 
+        start: step of the checkpoint, 0 = the start of the run. step: the first that is asked for.
+
         Raises ConfigError for an option that would change the meaning of the record.
         """
         self._asked(step)

@@ -24,10 +24,12 @@ EMBEDDED = Path(jaxrl.__file__).parent / "data" / "embedded"
 
 def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     """Returns [{run, what: "training" or "held-out <set>", step, of: total number, rows}]: whole prompt groups while
-    there is room, groups with different rewards first.
+    there is room, groups with different rewards first. A row is a dict of one completion, its text in `pieces`
+    (TokenTexts.pieces); `run` is an index.
 
     Args:
-      steps: requested training steps; None for evenly spaced ones.
+      runs: whose first and last evaluations are shown, too. steps: requested training steps; None for at most STEPS
+        evenly spaced ones.
     """
     chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
     speak, out = [TokenTexts(run) for run in runs], []

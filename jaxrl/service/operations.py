@@ -252,7 +252,8 @@ class Operations:
         return {"type": "create_session", "session_id": session, **warning}
 
     def begin_session(self, session: str, key: str, about: dict, digest: str) -> None:
-        """Notes a session. about: user_metadata, display_name and owner. digest: of the request, "" = not known."""
+        """Notes a session. key: of the request, which finds it again; "" = none. about: user_metadata, display_name and
+        owner. digest: of the request, "" = not known."""
         self.sessions[session] = {"owner": None, **about, "runs": [], "samplers": []}
         if key:
             self.created[about.get("owner"), key] = session, digest

@@ -121,7 +121,8 @@ class Api:
         return {}
 
     async def get_info(self, request, raw):
-        """Returns base model and rank of a run; the rank is None before it was created. Raises Refused (404)."""
+        """Returns base model and rank of a run; the rank is None before it was created. Raises Refused (404) for a run
+        that is not known."""
         model_id = bodies.read("model", bodies.parse(raw))["model_id"]
         options, name = self.operations.model(model_id).options, self.operations.names[0]
         rank = None if options is None else options.rank
@@ -212,7 +213,8 @@ class Api:
                 "cursor": {"offset": offset, "limit": limit, "total_count": len(names)}}
 
     async def checkpoints(self, request, raw):
-        """Returns saved weights, the newest first: all that the user may see, or those of a run."""
+        """Returns saved weights, the newest first: all that the user may see, or those of the run in the path. Raises
+        Refused (404) for a run whose name cannot be one."""
         found = [_checkpoint(about) for about in self.operations.store.list(request.path_params.get("run", ""))]
         return {"checkpoints": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
 

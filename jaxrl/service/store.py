@@ -74,6 +74,7 @@ class Store:
         overwritten.
 
         Args:
+          address: where to; overwrite: replace other weights there.
           about: what `about` returns, JSON; its entries "request" and "owner" name the request and its user, "expires"
             the time when they are deleted (seconds since 1970), or None.
           write_adapter: writes PEFT's files into a folder that it makes.

@@ -69,9 +69,11 @@ class AdamState(NamedTuple):
 
 
 class LoraOptions(NamedTuple):
-    """What a run's adapter is: rank, seed of A, and which linear maps have one; unembed: the output matrix.
+    """Describes the adapter of a run.
 
-    rank 0: none, all parameters are trained (service.full).
+    Attributes:
+      rank: 0 = no adapter, all parameters are trained (service.full). seed: of the initial A.
+      attention, mlp, unembed: whether the linear maps of attention and of the MLP, and the output matrix, have one.
     """
 
     rank: int
@@ -140,7 +142,9 @@ class SumOfTokens(Objective):
         """Returns (sum of the loss tokens' losses, divided by nothing; {"logprob": [R, S] nats, "losses": [R, S], 0
         where no token is in the loss}).
 
-        The gap of a sequence, a mean over its marked tokens of current minus sampling log-prob, has no gradient."""
+        The gap of a sequence, a mean over its marked tokens of current minus sampling log-prob, has no gradient.
+
+        outputs: of the model's forward pass (training.objective). batch: PackedBatch. entropy_coef: not read."""
         logp, _, _ = outputs.logprobs()
         marked = outputs.mask & (batch.columns["marked"] != 0)
         gap = mean_by_sequence(logp - batch.columns["sampled"], marked, batch.sequences)

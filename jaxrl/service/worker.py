@@ -109,7 +109,7 @@ class Task:
 
 
 class Turn(NamedTuple):
-    """A task that was taken. model_id: of its run, "" = of none."""
+    """A task that was taken. model_id, line: its run and the run's Line; "" and an empty Line = of none."""
 
     model_id: str
     line: Line

@@ -76,13 +76,13 @@ class SilentConsole:
         """Reports the phase that has just started; "" between phases."""
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """Shows the metrics of a finished step."""
+        """Shows the metrics of a finished step. scalars: metric -> value, names as in names.py."""
 
     def print(self, text: str) -> None:
         """Shows a message."""
 
     def sample(self, step: int, name: str, record: dict) -> None:
-        """Shows a sampled conversation of an evaluation."""
+        """Shows a sampled conversation of an evaluation. name: of the set. record: of rl.trajectories.records."""
 
     def close(self) -> None:
         """Restores the terminal."""
@@ -124,7 +124,7 @@ class PlainConsole(SilentConsole):
             self._thread.start()
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """Prints one line with a step's metrics."""
+        """Prints one line with a step's metrics: those of the console's columns, seconds by phase, the time left."""
         self.progress.advance(step)
         parts = [f"step {step}/{self.progress.total}"]
         parts += [f"{self.LABELS.get(m.name, m.header)} {show(m, scalars[m.name])}"

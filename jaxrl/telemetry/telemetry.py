@@ -143,7 +143,8 @@ class Telemetry:
         return values
 
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl atomically, unless log.rollouts is off; now and then shows some as text.
+        """Writes rollouts/step_<step>.jsonl atomically, in a thread, unless log.rollouts is off; at step 1 and every
+        SAMPLES_EVERY steps passes log.print_samples of them to the sinks as text. records: of rl.trajectories.records.
         Raises OSError if the disk has accepted nothing for FLUSH_SECONDS.
         """
         if step == 1 or step % SAMPLES_EVERY == 0:
@@ -313,6 +314,8 @@ def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
 def make_console(mode: str, total_steps: int, title: str, stream=None) -> SilentConsole:
     """Returns the console of `log.console`: auto is the table on a terminal that can show it, else plain lines (also
     in notebooks). Characters that the stream cannot encode are shown as question marks.
+
+    mode: auto, table, plain or off. total_steps, title: as SilentConsole. stream: None = standard output.
     """
     stream = stream or sys.stdout
     if mode == "auto":
