@@ -82,7 +82,7 @@ def run(main: Callable, argv: list[str] | None = None) -> int:
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
+    """Returns whether standard output is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

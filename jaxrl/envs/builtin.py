@@ -43,8 +43,8 @@ def calculate(expression: str) -> str:
 
 
 async def calc(task, chat) -> float:
-    """Episode: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's `answer`, but for
-    white space around it, else 0."""
+    """Runs the episode `calc`: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's
+    `answer`, but for white space around it, else 0."""
     return await _score_with_tool(task, chat, calculate)
 
 
@@ -72,8 +72,8 @@ def facts(seed: int) -> dict[tuple[str, str], str]:
 
 
 async def library(task, chat) -> float:
-    """Episode: 'city of boss of friend of ann' needs a look-up per relation, then one of the city. Returns 1 for the
-    right answer, else 0.
+    """Runs the episode `library`: 'city of boss of friend of ann' needs a look-up per relation, then one of the city.
+    Returns 1 for the right answer, else 0.
 
     The prompt says how many relations to follow. A row has `seed`, which decides the facts, and `answer`. A guess is
     right in one of eight cases.

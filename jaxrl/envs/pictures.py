@@ -24,28 +24,29 @@ FORMS = "bytes, a pathlib.Path, a uint8 array [height, width, 3], a Pillow image
 
 
 def is_image(value) -> bool:
-    """Whether a value is a Pillow image or a uint8 array [H, W] or [H, W, C] with C of 1, 3 or 4."""
+    """Returns whether a value is a Pillow image or a uint8 array [H, W] or [H, W, C] with C of 1, 3 or 4."""
     return is_pillow(value) or (is_array(value) and str(value.dtype) == "uint8" and len(value.shape) in (2, 3)
                                 and (len(value.shape) == 2 or value.shape[2] in COLOURS))
 
 
 def is_pillow(value) -> bool:
-    """Whether a value is a Pillow image (it has `convert` and `getexif`)."""
+    """Returns whether a value is a Pillow image (it has `convert` and `getexif`)."""
     return hasattr(value, "convert") and hasattr(value, "getexif")
 
 
 def is_array(value) -> bool:
-    """Whether a value is an array of numpy, or of a library with its interface."""
+    """Returns whether a value is an array of numpy, or of a library with its interface (dtype, shape, tobytes)."""
     return all(hasattr(value, name) for name in ("dtype", "shape", "tobytes"))
 
 
 def is_part(value) -> bool:
-    """Whether a value is a part of a message's content: a dict of type text or of an image."""
+    """Returns whether a value is a part of a message's content: a dict without `role`, of type text, image or
+    image_url."""
     return isinstance(value, dict) and "role" not in value and value.get("type") in ("text", *KINDS)
 
 
 def shows(value) -> bool:
-    """Whether a value is a part with an image, or a list of parts of which one has an image."""
+    """Returns whether a value is a part of type image or image_url, or a list of parts of which at least one is."""
     parts = value if isinstance(value, list) else [value]
     return all(map(is_part, parts)) and any(part["type"] in KINDS for part in parts)
 

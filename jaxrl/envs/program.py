@@ -126,11 +126,11 @@ class ProgramRunner(EpisodeRunner):
 
     async def run(self, task, chat, running):
         """Runs the program until it ends, answers its calls with the model's turns, and returns the episode's result:
-        that of env.score, else the content of reward.json; without that file 0.0 if the program failed or the episode
-        must have a score, else None.
+        that of env.score, else the content of reward.json. Without that file: 0.0 if the program failed, or if turns or
+        tokens were used up and the episode must have a score, else None.
 
         Raises BadEnvironment if the program fails while turns and tokens are left (unless env.crash=scored), if
-        reward.json is not JSON, and if nothing scores an episode that must have a score."""
+        reward.json is not JSON, and if the program ends by itself without a score that the episode must have."""
         words = [FIELD.sub(lambda m: _field(m[1], task), word) for word in self._words]
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:

@@ -89,7 +89,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def open(self):
-        """Context that yields (API key, CallQueue) of an episode; the key is refused after it."""
+        """Returns a context that yields (API key, CallQueue) of an episode; the key is refused after it."""
         key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue(self._images)
         self._lines[key] = line
         try:

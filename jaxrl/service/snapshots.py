@@ -94,7 +94,7 @@ class Snapshots:
         return _read(self._version(name))
 
     def has_version(self, name: str) -> bool:
-        """Whether there are weights of a sampling session."""
+        """Returns whether the disk has the weights of a sampling session of this name."""
         return self._version(name).exists()
 
     def prune(self, most: int) -> None:

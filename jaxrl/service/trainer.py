@@ -177,8 +177,10 @@ def with_head(model, rank: int):
 
 
 def rows_mix(model, unembed: bool) -> bool:
-    """Whether other rows of a pass decide the bits of a row (experts, recurrent layers), or a bank of adapters on the
-    output matrix would have to cross devices: rows are split over them."""
+    """Returns whether other rows of a pass decide the bits of a row (experts, recurrent layers), or a bank of adapters
+    on the output matrix would have to cross devices, since rows are split over them (jax's current mesh).
+
+    unembed: whether adapters may be on the output matrix."""
     mesh = jax.sharding.get_mesh()
     split = not mesh.empty and any(mesh.shape.get(axis, 1) > 1 for axis in ("dp", "fsdp", "cp", "ep"))
     return bool(model.config.num_expert_layers or model.config.num_recurrent or unembed and split)

@@ -114,7 +114,7 @@ class JsonLines:
 
 @contextmanager
 def hide_module(name: str):
-    """Context in which imports do not find this module, unless it is imported already."""
+    """Returns a context in which imports do not find this module, unless it is imported already."""
     if name in sys.modules:
         yield
         return
