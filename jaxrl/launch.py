@@ -30,7 +30,7 @@ NOT_RETRIED = (2, 130)  # an invalid config, Ctrl-C
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the command line. Returns (options of the launcher, arguments of the processes).
 
-    Exits with status 2 and a message for wrong options, or if nothing stands after `--`.
+    Exits with status 2 and a message for wrong options, or if there is nothing after `--`; with 0 after --help.
     """
     parser = argparse.ArgumentParser(prog="jaxrl launch", description=(__doc__ or "").split("\n\n")[0],
                                      epilog="After `--`: the flags of jaxrl train, or a script with its own.")

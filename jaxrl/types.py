@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the images of one sequence stand, in order of their first tokens."""
+    """The places of the images in one sequence, in order of their first tokens."""
 
     firsts: np.ndarray   # [I] int64: index of the first image token in the sequence
     grids: np.ndarray    # [I, 2] int64: rows and columns of patches
@@ -55,8 +55,9 @@ class Pictures(NamedTuple):
     """The images of a ragged batch: I entries, one for each place where an image stands, ordered by (sequence, first
     token). Of a video each group of frames that one patch holds is an entry.
 
-    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time, as uint8 [patches, width] of
-    each picture that is asked for by number. An image of rows x columns patches has rows * columns / merge^2 tokens.
+    Pixels are elsewhere: `patches` reads those of the pictures with given numbers, for the rows of one microbatch at a
+    time. An image of rows x columns patches has rows * columns / merge^2 tokens. The fields `delays` and `features`
+    may be None.
     """
 
     sequences: np.ndarray  # [I] int64

@@ -107,8 +107,8 @@ class Comparison:
 def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
     """Compares two JSON values: (0 if equal, the relative difference if within rounding, else inf; text of the worst).
 
-    The relative difference is |a - b| / max(floor, |a|, |b|). Unequal integers, texts and lists of unequal lengths are
-    inf apart.
+    The relative difference is |a - b| / max(floor, |a|, |b|). Two unequal integers, lists of unequal lengths, and
+    unequal values of which one is no number are inf apart. A key that one dict lacks counts as None there.
 
     Args:
       a, b: values; dicts and equally long lists are compared item by item.

@@ -70,7 +70,8 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
     """Returns the anomalies in lines of metrics.jsonl, sorted by step and metric, with those of `hacked`.
 
     Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on. Later steps are not compared
-    with an anomalous one, unless NEW steps before it were anomalous, too.
+    with an anomalous one, unless NEW steps before it were anomalous, too. A learning rate counts only from twice the
+    largest usual one on, since it rises during warm-up.
 
     lines: metric -> value, and `step`, of each line in order."""
     out = []

@@ -53,7 +53,7 @@ class Promise:
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """What is known of a run beside its numbers.
+    """The options and metadata of a run; its parameters are the trainer's.
 
     Attributes:
       session: its id. options: LoraOptions; None before it was created. used: time of its last request, seconds since

@@ -84,7 +84,7 @@ def pack_together(batches: list[Batch], shapes: RowShapes, dtype) -> Packed:
 def place_again(batch: Batch, placement: list, shapes: RowShapes, dtype) -> Packed | None:
     """Packs one request as `placement` says, other rows with as many loss tokens as they had; None if it does not fit.
 
-    The request has the number 0, and what stands for the others the number 1, whose gradient is zero.
+    The request has the number 0, and the rows in place of the others the number 1; their gradient is zero.
 
     placement: see the module. shapes: RowShapes, lengths and counts of rows. dtype: of float columns."""
     own: dict[int, list] = {length: [] for length in shapes.lengths}

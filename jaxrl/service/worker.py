@@ -92,7 +92,7 @@ class Task:
     Attributes:
       name: for messages. work: run -> result, raises Refused; or a Pass. future: gets the result.
       clears: whether a failure empties the window of gradients. applies: whether it is an optim_step.
-      snapshot: take a snapshot behind it, because it cannot be run again with the same result.
+      snapshot: take a snapshot after it, because it cannot be run again with the same result.
       size: bytes of its body. since: when it was made, by time.monotonic.
       record: called with the result, or with the Refused, and the placement, before the future gets it.
     """

@@ -70,8 +70,8 @@ class Operations:
         return float(self._token * tokens), float(self._pair * seen + self._rule * tokens)
 
     def generation(self, traj) -> float:
-        """Returns the operations of a rollout (Trajectories): prompts once per group, then every sampled token
-        except each completion's last; the head once for each loss token."""
+        """Returns the operations of a rollout (Trajectories): each shared prompt once, then every token after the
+        prompts except the last of each sequence; the head once for each loss token."""
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
