@@ -255,7 +255,7 @@ class Trajectories:
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
-        """Returns N int arrays: the indices into [T] of each trajectory's tokens in the loss."""
+        """Returns N int64 arrays: the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 

@@ -129,7 +129,9 @@ class Rewards:
         self._ready = self._reason = None
 
     def ready(self) -> Any:
-        """Returns (score, items, one item). Raises NotApplicable without reward functions or readable data."""
+        """Returns (score: RewardItems -> RewardResult, the items of rewards.items_of, the first of them).
+
+        Raises NotApplicable without reward functions that run in workers, or without readable data."""
         if self._reason is None and self._ready is None:
             try:
                 self._ready = self._open()

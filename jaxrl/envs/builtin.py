@@ -289,7 +289,8 @@ class Repair:
         return Observation(self.source)
 
     def step(self, action):
-        """Tests an expression in place of the returned one; returns a Step with the first failing test, or reward 1."""
+        """Tests an expression in place of the returned one; returns a Step that shows the arguments and the right value
+        of the first failing test, reward 0, or is done with reward 1. Raises as `first_failing_test`."""
         test = first_failing_test(self.source, action.strip(), json.dumps(self.tests))
         if test < 0:
             return Step(reward=1.0, done=True)

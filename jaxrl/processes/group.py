@@ -298,7 +298,8 @@ class Watch(threading.Thread):
         self._stop_asked.set()
 
     def silent(self) -> list[int]:
-        """Returns the processes without a heartbeat for `patience` seconds. Only process 0 knows."""
+        """Returns the processes, other than 0, without a heartbeat for `patience` seconds. Only for process 0, which
+        alone reads the heartbeats: elsewhere all others are returned after that time."""
         now = time.monotonic()
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 

@@ -63,7 +63,8 @@ class StepState(NamedTuple):
                    getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 
     def restore_to(self, roles) -> None:
-        """Puts copies of the states into the roles of a step; this StepState can be restored again."""
+        """Puts copies of the states into the roles of a step, and the reference's arrays themselves; this StepState can
+        be restored again. A reference without a state here is left as it is."""
         critic, reference = roles.critic, roles.reference
         roles.policy.state = copied(self.policy)
         if critic is not None:

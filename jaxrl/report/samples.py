@@ -232,8 +232,8 @@ class TokenTexts:
 
 
 def tokenizer_file(run: Run) -> Path | None:
-    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path; None if
-    there is none.
+    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path: of a folder,
+    of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is downloaded.
     """
     own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
            *run.folder.glob("*/export/tokenizer.json")]

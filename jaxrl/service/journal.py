@@ -111,7 +111,9 @@ class Journal:
         yield from _records(self.path)
 
     def compact(self, needed: Callable[[Record], Record | None]) -> None:
-        """Replaces the file, at once, by one with what is `needed` of each record; a damaged end is dropped."""
+        """Replaces the file, at once, by one with the records that are needed; a damaged end is dropped.
+
+        needed: record -> what to keep of it: the record, a shorter one, or None = nothing. Raises OSError."""
         with self._lock:
             temporary, before = self.path.with_name("journal.new"), self.bytes
             with open(temporary, "wb") as f:

@@ -140,7 +140,7 @@ class Api:
 
     async def forward_backward(self, request, raw):
         """Accepts a forward_backward request and returns its promise. Raises Refused (415) for a body that is not
-        protobuf."""
+        protobuf, and as Operations.forward_backward."""
         if not request.headers.get("content-type", "").startswith(wire.CONTENT_TYPE):
             raise Refused(415, f"forward_backward takes {wire.CONTENT_TYPE}: use a tinker SDK of 0.25 or later")
         return self.operations.forward_backward(raw)

@@ -215,7 +215,7 @@ class Telemetry:
         """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
         A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or the rollouts are
-        not on disk.
+        not on disk. Does nothing after `close`.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
