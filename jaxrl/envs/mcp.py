@@ -56,7 +56,8 @@ class Server:
         return self._wire.fault is not None
 
     async def open(self) -> Server:
-        """Connects, lists the tools, and returns the server."""
+        """Connects, lists the tools (at most MAX_PAGES pages), and returns the server. Raises BadEnvironment if that
+        fails; the connection is closed then."""
         await self._wire.open(self.name)
         try:
             result = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {

@@ -70,7 +70,8 @@ class Seats:
         self.since[EPISODES_PER_WORKER] = time.monotonic()
 
     def ages(self) -> dict[int, float]:
-        """Returns seat -> seconds since its time, for another host with another clock."""
+        """Returns seat -> seconds since its time, for another host with another clock; idle seats are left out. Seat
+        EPISODES_PER_WORKER is the heartbeat."""
         now = time.monotonic()
         return {seat: now - since for seat, since in enumerate(self.since) if since}
 

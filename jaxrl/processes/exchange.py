@@ -171,7 +171,8 @@ def copy_crosses(mesh: Mesh) -> bool:
 
 def as_local_arrays(tree, mesh: Mesh):
     """Returns a tree of global arrays in the rollout layout as arrays of the local mesh, without a copy: the same
-    buffers. Arrays that this process holds whole stay as they are. mesh: of `local_mesh`."""
+    buffers. Arrays on devices of this process alone stay as they are. mesh: of this process's devices (`local_mesh`).
+    """
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array

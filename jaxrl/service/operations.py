@@ -87,6 +87,9 @@ class Operations:
       journal: service.journal.Journal; None = nothing survives this process.
       leave_out: whether a run that asks for train_unembed=True is trained without it.
       sight: service.images.Sight; None = images are refused.
+
+    Operations of a run raise Refused: 404 for an unknown session or run, 422 for a body of another form or a used
+    number, 429 if too many bytes wait, 503 while the server stops; and OSError if the journal cannot be written.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
@@ -293,7 +296,7 @@ class Operations:
 
     def create_model(self, body: dict, raw: bytes) -> dict:
         """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}, whose result is the error
-        for a wrong base, optimizer or adapter. Raises Refused (404) for an unknown session."""
+        for a wrong base, optimizer or adapter. Raises Refused (404 for an unknown session) as Operations says."""
         b = bodies.read("create_model", body)
         session, model_id = self.session(b["session_id"]), f"{b['session_id']}:train:{b['model_seq_id']}"
 
@@ -374,7 +377,7 @@ class Operations:
 
     def forward_backward(self, raw: bytes) -> dict:
         """Computes a loss and its gradient, or the loss alone; returns the promise, whose result is the error for wrong
-        data. raw: the protobuf message. Raises Refused: 400 for another message, 404 for an unknown run."""
+        data. raw: the protobuf message. Raises Refused (400 for another message) as Operations says."""
         request = wire.parse_forward_backward(raw)
         kind = "forward" if request.forward_only else "forward_backward"
 
@@ -389,7 +392,7 @@ class Operations:
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
         """Applies the gradients of a run; returns the promise, whose result is the error for wrong settings. body: the
-        JSON; raw: its bytes. Raises Refused (404) for an unknown run."""
+        JSON; raw: its bytes. Raises Refused as Operations says."""
         b = bodies.read("optim_step", body)
 
         def prepare():
@@ -401,8 +404,8 @@ class Operations:
     # ---- saved weights
 
     def save_weights(self, body: dict, raw: bytes) -> dict:
-        """Saves a run's weights and optimizer under a name; returns the promise of their tinker:// path. Raises Refused
-        (404) for an unknown run."""
+        """Saves a run's weights and optimizer under a name; returns the promise of their tinker:// path, or of the
+        error for a wrong or taken name. Raises Refused as Operations says."""
         b = bodies.read("save_weights", body)
 
         def prepare():
@@ -427,7 +430,7 @@ class Operations:
 
     def save_weights_for_sampler(self, body: dict, raw: bytes) -> dict:
         """Keeps the run's present weights for sampling: under a name on the disk, or for one sampling session; returns
-        the promise of their path or session id. Raises Refused (404) for an unknown run."""
+        the promise of their path or session id, or of the error. Raises Refused as Operations says."""
         b = bodies.read("save_weights_for_sampler", body)
 
         def prepare():
@@ -488,7 +491,7 @@ class Operations:
     def create_sampling_session(self, body: dict) -> dict:
         """Opens a sampling session on saved weights or on the base; returns {"type", "sampling_session_id"}.
 
-        Raises Refused: 404 for an unknown session or weights, 422 for another base or a number that was used."""
+        Raises Refused: 404 for an unknown session or weights, 422 for another base, path or a number that was used."""
         b = bodies.read("create_sampling_session", body)
         self.session(b["session_id"])
         if b["model_path"] is None:

@@ -330,8 +330,8 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
 
 
 def sample_records(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
-    """Returns at most `count` records of different prompts; different ones at every step, the same in every
-    run with this seed.
+    """Returns at most `count` records of different prompts, drawn by seed and step: anew at every step, the same in
+    every run with this seed and these records.
     """
     draw = random.Random(f"{seed} {step}")
     of: dict[str, list[dict]] = {}
