@@ -52,7 +52,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
     Arguments override the options of the same meaning. The same call resumes; it refuses other rows or tokenizers.
-    With run.mode=plan the plan is returned, with certify the content of certify.json.
+    With run.mode=plan the plan is returned, with certify the verdicts of certify.json.
 
     Args:
       config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (GRPO's); None = the defaults; or a

@@ -43,9 +43,11 @@ MOST_ROWS = 256  # that are read to find them
 
 
 def run(config, inputs=None) -> dict:
-    """Tests every claim, writes certify.json and certify.md to run.dir, and returns the content of certify.json.
+    """Tests every claim, writes certify.json and certify.md to run.dir, and returns the content of certify.json (of
+    each claim without "says", its text).
 
-    `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller.
+    `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller; None =
+    there are none.
 
     Raises ConfigError if run.dir is not a writable folder."""
     started, folder = time.monotonic(), Path(config.run.dir)

@@ -19,7 +19,8 @@ from jaxrl.workers.loading import LoadError, load, number
 def load_runner(setup: dict) -> EpisodeRunner:
     """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`.
 
-    setup: the pool's first message. Raises LoadError if user code cannot be loaded or has the wrong signature."""
+    setup: the pool's first message. Raises LoadError if user code cannot be loaded, has the wrong signature or does not
+    take env.options, and if a library, program or server is missing."""
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
     if setup["program"]:

@@ -166,9 +166,9 @@ class TokenTexts:
                 self._tokenizer = None
 
     def pieces(self, record: dict) -> list[dict]:
-        """Returns what follows the prompt: [{text, trained, turn, reward}], and if tokens spell exactly this text
-        {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps {advantages, gaps}. `trained` is
-        False for text inserted between turns.
+        """Returns what follows the prompt: [{text, trained, turn, opens, reward}], those that the record has, and if
+        tokens spell exactly this text {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps
+        {advantages, gaps}. `trained` is False for text inserted between turns; `opens`: a new sequence begins.
 
         record: one of rollouts/ or eval/, with `columns` from `token_values` if its step was recorded."""
         told = record.get("episode")
