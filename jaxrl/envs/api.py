@@ -90,10 +90,11 @@ class Turn:
         """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order:
         {"role": "tool", "name", "tool_call_id", "content"} each, for the next `chat.send`.
 
-        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run,
-        concurrently if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting
-        arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any other exception
-        propagates to the episode, and a call of a tool that was given as a schema raises BadEnvironment.
+        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run, concurrently if
+        they are asynchronous; the others get a reply that says so. A call that cannot be parsed, names an unknown tool
+        or has unfitting arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any
+        other exception propagates to the episode, and a call of a tool that was given as a schema raises
+        BadEnvironment.
         """
         return self._run(self)
 

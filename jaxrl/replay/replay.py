@@ -186,9 +186,10 @@ class Plan:
                               f"{ranges(list(self.paths))}")
 
     def nearest(self, step: int) -> int | None:
-        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded.
+        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded,
+        under the config of `step`; None if there is none.
 
-        None if there is none. Damaged checkpoints are logged and not used."""
+        Damaged checkpoints are logged and not used, nor is the start with lora.init=eva, which needs the data."""
         chain = step
         while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
             chain -= 1

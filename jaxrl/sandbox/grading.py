@@ -80,7 +80,7 @@ def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Gra
     """Runs the tests of a Python program. All runs together take at most sandbox.seconds.
 
     Outputs are compared line by line, without white space at the ends of lines and of the text, and word by word where
-    numbers with a point may differ by a relative 1e-6; values as `same` compares them.
+    numbers with a point may differ by a relative 1e-6 or an absolute 1e-9; values as `same` compares them.
 
     Args:
       program: its source.

@@ -238,7 +238,8 @@ class Operations:
     def create_session(self, body: dict, raw: bytes, key: str) -> dict:
         """Creates a session; returns {"type", "session_id"} and a warning if output matrices are left out.
 
-        body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session.
+        body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session;
+        "" = none, a new session each time.
 
         Raises Refused (422) for a key that came with another request."""
         b, digest = bodies.read("create_session", body), hashlib.sha256(raw).hexdigest()
@@ -318,7 +319,7 @@ class Operations:
         """Creates a run from saved weights, or loads them into a run as its first request (the older form).
 
         Returns the promise {"request_id", "model_id"}; what is wrong with path, base or optimizer is its result. Raises
-        Refused: 404 for an unknown session or run, 422 for a body that names neither."""
+        Refused as Operations says, also (422) for a body that names neither session nor run."""
         b = bodies.read("load_weights", body)
         session: str | None = b["session_id"]
         if session is None:
@@ -516,7 +517,8 @@ class Operations:
     def asample(self, body: dict, raw: bytes) -> dict:
         """Samples from the weights of a sampling session; returns the promise with the ids of the samples.
 
-        Raises Refused: 404 for an unknown sampling session, 422 for a body that is not served (bodies.sample)."""
+        Raises Refused: 404 for an unknown sampling session, 422 for a used number and a body that is not served
+        (bodies.sample), 503 while the server stops."""
         b = bodies.read("asample", body)
         session = self.sampling_session(b["sampling_session_id"])
         sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text, self.sight)

@@ -119,8 +119,8 @@ class Store:
         return self._of(address)
 
     def moments(self, address: Address) -> dict[str, np.ndarray]:
-        """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused (422) if the
-        weights have none."""
+        """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused: 404 as `about`,
+        422 if the weights have none."""
         self.about(address)
         try:
             with np.load(self._of(address) / OPTIMIZER, allow_pickle=False) as found:

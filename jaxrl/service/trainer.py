@@ -307,7 +307,8 @@ class Trainer:
         The loss and its gradient are sums over all targets of the batch, divided by nothing.
 
         Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
-        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too."""
+        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too. If the pass
+        itself raises, they are lost in any case."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])

@@ -105,8 +105,8 @@ class Operations:
 
         Args:
           traj: Trajectories.
-          shared: count prompts once per group.
-          head: log-probs are computed (else values).
+          shared: count each shared prompt once.
+          head: log-probs are computed (else values); then without the tower where its features are kept.
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)
         if self._kept and head:
@@ -122,7 +122,7 @@ class Operations:
 
         Args:
           traj: Trajectories.
-          shared: count prompts once per group.
+          shared: count each shared prompt once.
           head: the policy's update; False = a critic's, which trains as a whole and has no head.
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)

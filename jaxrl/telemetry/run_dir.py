@@ -24,8 +24,8 @@ OWN_FILES = ("metrics.jsonl", "summary.json", "report.html", "rollouts", "record
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file through a temporary one and a rename, so that readers and killed runs see the old
-    or the new content.
+    """Writes a file through a temporary one and a rename, so that readers and killed runs see the old or the new
+    content. Makes its folder. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")

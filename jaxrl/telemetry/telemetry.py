@@ -186,7 +186,8 @@ class Telemetry:
                 self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Passes a text to the sinks that show text, under a tag. Returns at once; a sink that fails is logged once."""
+        """Passes a text to the sinks that show text, under a tag. Returns at once, unless a sink's queue is full (then
+        within FLUSH_SECONDS); a sink that fails is logged once."""
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))

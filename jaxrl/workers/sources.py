@@ -17,7 +17,7 @@ def digest(functions, before: set[str], files=()) -> str:
     """Returns the digest of the functions' modules, the files next to them, and every module loaded with them.
 
     User code counts by content, installed packages by the sizes of their files, and the version of Python; the folder
-    of a file does not count. Of the files next to them at most MAX_NEIGHBOURS per folder count.
+    of a file and the standard library do not. Of the files next to them at most MAX_NEIGHBOURS per folder count.
 
     Args:
       functions: callables of the user.
