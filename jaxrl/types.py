@@ -177,7 +177,7 @@ class Trajectories:
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
 
     Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
-    per trajectory without `prefix`.
+    per trajectory without `prefix`. Derived arrays are int64; `trajectory` and `prefix` are never None afterwards.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -297,7 +297,8 @@ class PackedBatch(flax.struct.PyTreeNode):
 
 class TrainState(flax.struct.PyTreeNode):
     """The state of training: parameters, optimizer state and counters. `trainable` and `frozen` together are the
-    parameters: disjoint flat dicts, "path/of/leaf" -> array; optimizer updates change `trainable` alone."""
+    parameters: disjoint flat dicts, "path/of/leaf" -> array. An update changes all fields, but of `frozen` only the
+    routers' biases, with a router_bias_rate."""
 
     trainable: Any
     frozen: Any

@@ -27,8 +27,8 @@ class Loss(NamedTuple):
     """The loss of a config.
 
     Attributes:
-      objective: training.PolicyGradient. weights: case -> {loss term: [T]}, for one optimizer step.
-      advantage: (group `algorithm`, case) -> [T]. reads: token columns that a run passes to the loss.
+      objective: training.PolicyGradient. weights: case -> {loss term: [T] floats}, for one optimizer step.
+      advantage: (group `algorithm`, case) -> [T] floats. reads: token columns that a run passes to the loss.
       turns: whether completions have several turns.
     """
 

@@ -40,7 +40,7 @@ class Row(dict):
 
 @dataclasses.dataclass
 class Task:
-    """What an episode is about.
+    """The row, prompt and seed of an episode.
 
     Attributes:
       row: columns of the data row.

@@ -56,7 +56,11 @@ class ProgramResult:
 
 class ProgramChat(Chat):
     """The chat of a program's episode: requests to the proxy carry whole conversations, of which only new messages
-    are added."""
+    are added. host, parallel: as Chat.
+
+    Attributes:
+      known: messages up to the latest trained turn, in the form of ChatRequest.messages.
+      over: whether turns or tokens are used up."""
 
     def __init__(self, host, parallel: int):
         super().__init__(host, parallel)

@@ -20,7 +20,9 @@ class ConnectionClosed(ConnectionError):
 
 
 class WebSocket:
-    """A client's WebSocket connection (RFC 6455): `open`, then `send` and `receive` texts; `close` at the end."""
+    """A client's WebSocket connection (RFC 6455): `open`, then `send` and `receive` texts; `close` at the end.
+
+    reader, writer: asyncio's streams after the handshake, which `open` makes."""
 
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer

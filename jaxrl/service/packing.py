@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens, targets: [N] int32 of each datum, of equal lengths.
-      columns: {name of trainer.COLUMNS: [N] of each datum}.
+      columns: {name of trainer.COLUMNS: [N] floats of each datum, bool for "marked"}.
       pictures: the images of the data; None = there is none. A batch with images is computed by itself.
     """
 
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
     Attributes:
       traj: the ragged batch of all data (T tokens); its column "adapter" [T] int32 is the number of each token's
         request.
-      columns: [T] by name.
+      columns: [T] floats by name, int32 for "target"; 0 at the first token of each sequence.
       microbatches: in the order in which they are computed.
       placements: of each request, see the module.
       ends: the data of request k are the sequences from ends[k] to ends[k + 1].

@@ -117,7 +117,8 @@ class Turn(NamedTuple):
 
 
 class Worker:
-    """Runs tasks and samples; see the module.
+    """Runs the tasks of runs in their order, and samples between them; see the module. `post`, `check_room` and `stop`
+    may be called by any thread; the one that calls `serve` issues all device programs.
 
     Args:
       trainer: service.trainer.Trainer. sampler: service.sampler.Sampler. snapshots: service.snapshots.Snapshots.
