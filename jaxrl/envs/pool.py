@@ -304,7 +304,7 @@ class EpisodePool:
         chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
 
         failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the last turn so far if the episode was late and could be cancelled, else 0}.
+        the last turn so far if the episode was late and its code ended, else 0}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 
