@@ -57,13 +57,13 @@ def reached_at(host: str) -> tuple[str, str]:
 
 
 class Host:
-    """The servers of this host.
+    """The vLLM servers of this host, started by the constructor; `look` watches them.
 
     Args:
-      folder: where they are announced. own: folder for logs and the model's description.
+      config: of the run. folder: where they are announced. own: folder for logs and the model's description.
 
     Raises:
-      ConfigError: no key is set, or there are too few GPUs.
+      ConfigError: no key is set, there are too few GPUs, or the model's config cannot be read.
     """
 
     def __init__(self, config, folder: Path, own: Path):
@@ -101,7 +101,8 @@ class Host:
         self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=v.replicas)
 
     def look(self) -> bool:
-        """Announces servers that came up and restarts those that died or hang; False if none is left."""
+        """Announces servers that came up and restarts those that died, hang or do not come up, at most
+        rollout.vllm.restarts times each; returns False if none is left. Raises EngineLost if a process does not end."""
         processes, seconds = self.servers.processes, self.config.rollout.vllm.health_seconds
         found = self.pool.map(self.servers.look, range(len(processes)), self.controls, [seconds] * len(processes))
         for i, why in enumerate(found):
@@ -123,7 +124,7 @@ class Host:
 
 
 def announce(folder: Path, name: str, url: str) -> None:
-    """Writes a file with the URL, atomically."""
+    """Writes the file `name` with the URL into the folder, atomically; makes the folder if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}"
     temporary.write_text(url + "\n", "utf-8")
@@ -131,7 +132,8 @@ def announce(folder: Path, name: str, url: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
+    """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status: 0 after a signal or --help,
+    1 if no server is left, 2 for an invalid config. First argument tinker: runs service.app.main instead."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["tinker"]:
         from jaxrl.service import app

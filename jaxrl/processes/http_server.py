@@ -40,7 +40,8 @@ class Request(NamedTuple):
     """A request.
 
     Attributes:
-      version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted.
+      path: with the query. version: "HTTP/1.1" or another "HTTP/1.x". headers: by name in lower case. body: empty while
+        the request is being admitted.
     """
 
     method: str
