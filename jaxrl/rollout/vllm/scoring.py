@@ -20,7 +20,7 @@ MAX_CONCURRENT, TRIES = 16, 4  # concurrent requests per server; tries per reque
 
 
 class TokenScores(NamedTuple):
-    """Log-probs of a sequence of n tokens at temperature 1, in nats."""
+    """Log-probs of a sequence of n tokens at temperature 1, in nats; `logprobs` is 0 where `ids` is -1."""
 
     own: np.ndarray       # [n] float32: log-prob of each; 0 at the first, which nothing predicts
     ids: np.ndarray       # [n, top] int32: the most probable tokens, the highest first; -1 = none
