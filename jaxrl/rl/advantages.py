@@ -104,8 +104,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
       scores: [N] float64, NaN = absent. inputs: the keyword arguments of `advantages`.
 
     Returns:
-      Advantages; an estimator's metrics are those of the last source, by name, that has any.
-    """
+      Advantages; an estimator's metrics are those of the last source, by name, that has any. If a source has a table,
+        `returns` is None, whatever the estimator."""
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
     table_of_N = np.where(np.isin(names, list(tables)), names, "")
@@ -201,7 +201,7 @@ def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
     """Computes generalized advantage estimation (arXiv 1506.02438) with the critic's values (algorithms.gae).
 
     lam, or lam_alpha's length-adaptive lambda, is the advantages'; the critic's targets use critic_lam if it is set,
-    else lam. The targets of sequences without a score are the critic's own values."""
+    else lam. Outside the loss tokens and in sequences without a score the targets are the critic's own values."""
     options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma

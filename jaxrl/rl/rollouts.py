@@ -396,11 +396,10 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 
     Args:
       criterion: a function of a dict (scores, rewards, completions, lengths, truncated of the group) that returns a
-        bool; or the name of a reward; or None. Without a function, a group has signal if at least two of the raw scores
-        (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
+        bool; or the name of a reward; or "" or None. Without a function, a group has signal if at least two of the raw
+        scores (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
       traj, texts, result: Trajectories, completion texts and RewardResult of N completions.
-      members: [N] bool, the group's completions among them.
-    """
+      members: [N] bool, the group's completions among them."""
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({
@@ -415,12 +414,12 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
     """Returns scores [N] normalised over their groups or the batch, float64; NaN (absent) stays NaN.
 
-    (score - mean) / (standard deviation + 1e-6) with ddof 1; scores that are all equal are not divided.
+    (score - mean) / (standard deviation + 1e-6), as algorithms.group_advantages computes it; "none" leaves a part out,
+    and scores that are all equal are not divided.
 
     Args:
       scores: [N], NaN = absent: left out of both statistics. groups: [N] group ids.
-      mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages.
-    """
+      mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages."""
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 

@@ -27,8 +27,8 @@ log = logging.getLogger("jaxrl")
 
 
 def keeps_features(config, model) -> bool:
-    """Whether a job keeps features: its model has a tower of which nothing trains, and train.image_features is not
-    "fresh"."""
+    """Returns whether a job keeps features: its model has a tower of which nothing trains, and train.image_features is
+    not "fresh"."""
     if model.config.vision is None or config.train.image_features == "fresh":
         return False
     names = ["/".join(entry.path) for entry in model.entries if entry.path[0] == "vision"]

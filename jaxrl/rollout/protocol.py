@@ -373,13 +373,13 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
 
     Args:
       timeout: seconds.
-      stop: checked once a second; when true, the unfinished requests are aborted and None is returned.
+      stop: checked before every poll, of at most a second each; when true, the unfinished requests are aborted and None
+        is returned.
       others: receives the results of requests that were unfinished before; None = there are none.
 
     Raises:
       TimeoutError: the batch is not done in time; the unfinished requests are aborted.
-      RuntimeError: the engine returned a completion that was not requested here.
-    """
+      RuntimeError: the engine returned a completion that was not requested here, and `others` is None."""
     end = time.monotonic() + timeout
     engine.submit(list(requests))
     missing = {r.id for r in requests}

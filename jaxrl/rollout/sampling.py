@@ -256,9 +256,8 @@ def first_argmax(q_SxV):
 
 
 def lanes_for(vocab: int) -> int:
-    """Returns the number of lanes the vocabulary is folded into: a power of two near its root that divides it,
-    or 128 with padding.
-    """
+    """Returns the number of lanes the vocabulary is folded into: a power of two from 64 to 512, near its root, that
+    divides it, or 128 with padding."""
     for lanes in (512, 256, 128, 64):
         if vocab % lanes == 0 and (lanes * lanes <= 2 * vocab or lanes == 64):
             return lanes
