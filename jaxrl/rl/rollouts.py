@@ -50,8 +50,8 @@ class Batch(NamedTuple):
 
     Shaped scores are the weighted sums of rewards with the length penalties of reward.* and algorithm.overlong_*.
 
-    traj: Trajectories. texts: of the completions. metrics: of sampling and rewards.
-    """
+    traj: Trajectories. baseline: NaN = absent; None unless advantage_mean is greedy. texts: of the completions.
+    metrics: of sampling and rewards."""
 
     traj: Any
     groups: list  # PromptGroup of each
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The scored completions of some prompt groups."""
+    """The scored completions of some prompt groups; `asked` counts the completions requested."""
 
     rows: list  # (request, result, group, text, record of RewardResult.records()) of every completion
     greedy: dict[int, float]  # group -> score of its greedy completion
@@ -156,8 +156,9 @@ class Rollouts:
           progress: run.session.Progress of the run, which this does not change.
 
         Raises:
-          RunStopped: no request was completed, or too many rewards or episodes failed.
-        """
+          RunStopped: no request was completed, too many rewards or episodes failed, or another process raised
+            TimeoutError.
+          TimeoutError: completions are missing after rollout.timeout_seconds."""
         mode, limit = self.spec.algorithm.dynamic_sampling, self.spec.algorithm.dynamic_sampling_rounds
         rounds, cursor, wanted, lack = [], progress.cursor, 0, 0
         while not rounds or (mode == "refill" and len(rounds) < limit and lack > 0):
@@ -340,7 +341,10 @@ class Rollouts:
         return {str(i): np.zeros(n, np.uint8) for i, n in enumerate(sizes)}
 
     def start(self, arrays, host: dict | None) -> None:
-        """Restores unused completions and their rewards from a checkpoint; starts empty for host=None."""
+        """Restores unused completions and their rewards from a checkpoint; starts empty for host=None. Rewards that
+        other code or options computed are computed again.
+
+        arrays, host: as `arrays` and `host` return them."""
         if host:
             parts = [results_from_bytes(arrays[str(i)].tobytes()) for i in range(len(host["sizes"]))]
             by = self.rewards.key()  # rewards computed by other code or options are computed again

@@ -85,9 +85,10 @@ def one_step(loop: Loop) -> StepResult | None:
       StepResult, or None if a stop was requested before the update.
 
     Raises:
-      RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large.
-      ConfigError: a user's advantage or policy loss failed.
-    """
+      RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large. The gap is
+        checked after the update, when the session has advanced.
+      TimeoutError: completions are missing after rollout.timeout_seconds.
+      ConfigError: a user's advantage or policy loss failed."""
     s, job, roles, rollouts, speed, *_ = loop
     c, batch = s.spec, loop.next_batch(s.progress)
     if batch is None or s.stopping():
