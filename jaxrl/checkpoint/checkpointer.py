@@ -262,7 +262,8 @@ class Checkpointer:
                 f"{self.newest()}. Once it does, rerun the same command to resume from there")
 
     def check(self) -> None:
-        """Raises a background failure, if there was one. Costs nothing; call it every step while `unchecked`."""
+        """Raises a background failure, if there was one, and SaveTimeout if a save hangs. Costs nothing; call it every
+        step while `unchecked`."""
         runs = self._thread is not None and self._thread.is_alive()  # asked before its error is read
         self.unchecked = runs or self._failures > self._failures_reported
         error, self._error = self._error, None
@@ -364,7 +365,8 @@ class Checkpointer:
         return self.directory / f"{step:08d}"
 
     def prune(self) -> None:
-        """Deletes the oldest checkpoints beyond checkpoint.keep, except the best one and those still to be uploaded."""
+        """Deletes the oldest checkpoints beyond checkpoint.keep (0 = none), except the best one and the newest
+        checkpoint.keep of those still to be uploaded."""
         keep = self._options.keep
         old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
         old = [path for path in old if int(path.name) != self.best]
@@ -462,8 +464,7 @@ class Checkpointer:
 
     def read(self, step: int, abstract):
         """Returns the arrays of this run's checkpoint of a step, as `abstract` (see `restore`) describes them; all
-        processes call it. Raises CheckpointError if it is missing or damaged.
-        """
+        processes call it. Raises CheckpointError if it is missing or damaged, or its arrays differ from `abstract`."""
         path = self.path_of(step)
 
         def trouble() -> str:

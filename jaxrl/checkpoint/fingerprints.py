@@ -25,7 +25,7 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
-    """Compares the run's inputs across processes and with the checkpoint.
+    """Compares the run's inputs across processes and, with run.mode=train, with the checkpoint. Collective.
 
     Returns what the next checkpoint stores: {"prints": fingerprints, "commits": of the hub, "code": of rewards and
     environments, "began": initial weights; "day": the chat template's, if it writes one}. Other code than the
@@ -136,8 +136,9 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
 def weights_print(path: str, revision: str | None, field: str = "model.path") -> str:
     """Returns a hash (16 hex digits) of the *.safetensors files of a folder or hub snapshot.
 
-    It covers names, sizes, headers and BLOCKS evenly spread blocks per file, so that it is fast: a change elsewhere
-    in a file is not seen. field: the option that names it, for messages."""
+    It covers names, sizes, headers and BLOCKS evenly spread blocks per file, so that it is fast: a change elsewhere in
+    a file is not seen. field: the option that names it, for messages. Raises ConfigError if there is no such folder or
+    snapshot."""
     digest = hashlib.sha256()
     try:
         folder = hf.folder_of(jaxrl_data.resolve(path), revision)

@@ -82,12 +82,12 @@ def refusal_reason(name: str) -> str | None:
 def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compares two configs (plain dicts, as `redacted` returns them).
 
-    Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+    Options that one side lacks (another version of jaxrl) are compared with the schema's default; those that this jaxrl
+    does not have are accepted.
 
     Returns:
       (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if
-      it is refused.
-    """
+        it is refused."""
     before, after = _flat(old), _flat(new)
     defaults = {name: _plain(opt.default) for name, opt in options().items()}
     refused, accepted_changes = [], []

@@ -63,7 +63,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs or a teacher that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         drawn = round(s.spec.distill.on_policy * s.spec.data.prompts_per_step)
         samples = bool(drawn) or bool(s.spec.eval.sets or s.spec.data.eval_fraction)
@@ -214,8 +215,9 @@ class MixedRows:
 
 
 def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
-    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was
-    requested before the update."""
+    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
+    the update. Raises RunStopped if rewards, episodes, the teacher or updates fail beyond their limits or the log-prob
+    gap is too large, TimeoutError if completions are missing after rollout.timeout_seconds."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
@@ -335,15 +337,15 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 
 
 def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
-    """Runs all optimizer steps of a batch; returns the means of their metrics.
+    """Runs all optimizer steps of a batch; returns the means of their metrics. Raises RunStopped after
+    optimizer.max_nonfinite updates in a row that were not finite.
 
     Loss tokens are weighted by algorithm.aggregation over their minibatch. With algorithm.mask_truncated completions
     that were cut at their longest have the weight 0 and still count in the denominators.
 
     Args:
       columns: token columns of `teacher_columns`.
-      from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce.
-    """
+      from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
     traj = policy.shown(traj)
     a = c.algorithm

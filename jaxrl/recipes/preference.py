@@ -41,7 +41,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         job = open_run(s)
         c = job.config
@@ -253,8 +254,7 @@ def with_prompt_sets(job):
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
 
-    Returns the content of summary.json.
-    """
+    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only."""
     role = Role("policy", job, score)
     role.state, where = publish_latest(s, job)
     s.console.start("eval")

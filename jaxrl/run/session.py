@@ -269,8 +269,9 @@ class Session:
     def together(self, what: str, work):
         """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
 
-        An error of one process (a lost engine, failed rewards, a completion that timed out) is raised on all, so that
-        they can still save a checkpoint together."""
+        A RunStopped or TimeoutError of one process (failed rewards, a late completion) is raised on all, on the others
+        as RunStopped, so that they can still save a checkpoint together. Any other error is raised on its process
+        alone."""
         return work() if self.peers.count == 1 else self._together(what, work)
 
     def _together(self, what: str, work):
@@ -361,7 +362,7 @@ class Session:
           export: folder -> None, writes the model there.
           records: dicts of the step's completions, for callbacks.
 
-        Raises RunStopped if a callback fails."""
+        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), and what evaluate and export raise."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -425,7 +426,7 @@ class Session:
         return False
 
     def save(self) -> None:
-        """Saves a checkpoint of this step in the background, unless there is one."""
+        """Saves a checkpoint of this step, unless there is one. Waits and raises as Checkpointer.save does."""
         if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
@@ -530,8 +531,7 @@ class Session:
             report_of(self.run_dir)
 
     def _finish_uploads(self, uploads: Uploads, stopped: bool) -> dict:
-        """Waits for uploads and returns their results; after a stop at most run.stop_seconds,
-        without the last checkpoint."""
+        """Returns the uploads' results; after a stop waits at most run.stop_seconds, without the last checkpoint."""
         c = self.spec
         if not stopped and uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)
@@ -592,7 +592,7 @@ class Session:
 
 
 def triggers(spec, states: dict) -> dict[str, Every]:
-    """Returns when evaluation, checkpoints and exports are due, by name. states: of the resumed checkpoint."""
+    """Returns when "eval", "save" and "export" are due, by name. states: name -> state, of the resumed checkpoint."""
     e, c = spec.eval, spec.checkpoint
     periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
                "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
