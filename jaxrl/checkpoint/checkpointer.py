@@ -165,9 +165,9 @@ class Checkpointer:
     def save(self, step: int, arrays, host: dict) -> bool:
         """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already.
 
-        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; a
-        later failure is logged, and raised by the next call. Synchronous: returns after the commit. One save runs at
-        a time; a second waits for the first.
+        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; if
+        the disk fails later, that is logged and counted (`failed_since_last_call`), and the next call raises any other
+        failure. Synchronous: returns after the commit. One save runs at a time; a second waits for the first.
 
         Args:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
@@ -176,8 +176,7 @@ class Checkpointer:
         Raises:
           SavesFailed: the third failed save in a row; SaveTimeout: the previous save does not end.
           TypeError: a leaf that cannot be saved, by name.
-          Any other background failure since the last call.
-        """
+          Any other background failure since the last call."""
         self.wait()
         if self._peers.first:
             self._set_aside_stale()

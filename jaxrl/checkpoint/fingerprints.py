@@ -119,9 +119,8 @@ def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     """Returns the hub commits that were read, name -> [40 hex digits]; checkpoints store them.
 
-    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local
-    folders are left out.
-    """
+    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local folders are
+    left out. train_set, eval_sets: as of `fingerprints`."""
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),

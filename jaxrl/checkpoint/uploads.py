@@ -161,7 +161,8 @@ class Uploads:
         return {"none": False, "final": last, "all": True}[o.exports if kind == "exports" else o.checkpoints]
 
     def add(self, folder: Path, name: str, step: int) -> None:
-        """Queues a folder, which must not change from now on, under `name`. Returns at once."""
+        """Queues a folder, which must not change from now on, under `name`. Returns at once. step: completed steps, for
+        the marker."""
         with self._change:
             for queue in self._queues.values():
                 queue.append((Path(folder), name, step))

@@ -316,7 +316,9 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
     With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D] for
     the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K] float32 in nats.
     With teacher.save, process 0 also writes the ids and log-probs to a file.
-    """
+
+    batch: the student's completions, read with distill.loss=sampled only. traj: Trajectories of the step. layout: of
+    scoring."""
     s, d = parts.s, parts.s.spec.distill
     targets = parts.teacher.targets(traj, layout, lambda: parts.student.most_probable(traj, layout))
     if d.loss == "sampled":
@@ -344,6 +346,7 @@ def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str,
     that were cut at their longest have the weight 0 and still count in the denominators.
 
     Args:
+      traj: Trajectories of the step. layout: training.Layout of the update.
       columns: token columns of `teacher_columns`.
       from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
@@ -374,8 +377,9 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
 
     Args:
       batch: the student's completions, or None if all rows bring theirs.
-      per_completion: [N] mean advantage of each of the batch's completions over its loss tokens; None without a batch.
-    """
+      traj: Trajectories of the step. layout: of the update. columns: of `teacher_columns`.
+      per_completion: [N] mean advantage of each of the batch's completions over its loss tokens; None without a
+        batch."""
     s, c, count = parts.s, parts.s.spec, parts.speed.operations
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),

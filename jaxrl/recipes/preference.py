@@ -254,7 +254,9 @@ def with_prompt_sets(job):
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
 
-    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only."""
+    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only.
+
+    losses: of the job. score: (params, traj, layout) -> [T] float32 log-probs in nats."""
     role = Role("policy", job, score)
     role.state, where = publish_latest(s, job)
     s.console.start("eval")

@@ -140,7 +140,8 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
 def compiles_ahead(platform: str, processes: int) -> bool:
     """Returns whether the first rollout's programs are compiled in threads. On CPUs the compiler has no core to spare;
     processes of a job share what a GPU's compiler finds, and so compile in one order (rl.precompile.may_precompile).
-    """
+
+    platform: "cpu", "gpu" or "tpu". processes: of the job."""
     return platform != "cpu" and processes == 1
 
 
@@ -220,8 +221,8 @@ class Programs:
         """Calls the program `key` and returns its results; the first call compiles it from these arguments.
 
         key: ("prefill", length), ("decode", slots, length) and so on, kind first; one key has one set of shapes.
-        function: what to compile. donate: numbers of donated arguments, whose arrays are invalid afterwards.
-        out_shardings: tree of shardings of the results. mesh: to compile for; None = the engine's."""
+        function: what to compile. args: its arguments. donate: numbers of donated arguments, whose arrays are invalid
+        afterwards. out_shardings: tree of shardings of the results. mesh: to compile for; None = the engine's."""
         if key not in self.compiled:
             self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)

@@ -161,7 +161,7 @@ class Session:
         policy's trees are stored under their own names, and it has no `host`. A part that the checkpoint lacks starts
         from scratch; a stored part that the run does not use is ignored.
 
-        Raises ConfigError if the directory lacks space or cannot be written."""
+        Raises ConfigError if the directory lacks space or cannot be written, and as Checkpointer.restore does."""
         self.policy, self.parts = policy, parts
         own = policy.abstract()
         everything = {**own, **{part.name: part.abstract() for part in parts}}
@@ -202,8 +202,7 @@ class Session:
     def print_summary(self, lines, numbers: dict) -> None:
         """Opens telemetry and prints the start-up summary.
 
-        Args:
-          lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
+        lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -320,8 +319,7 @@ class Session:
     def advance(self, cursor: int, samples: int) -> Progress:
         """Completes a step after its update; returns the new progress.
 
-        Args:
-          cursor: position of the data after the step. samples: sequences it trained on."""
+        cursor: position of the data after the step. samples: sequences it trained on."""
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
         if self.profiler is not None:
             self.profiler.at(self.step)
@@ -330,7 +328,8 @@ class Session:
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        """Evaluates before the first step, or prints why the run has no steps left.
+        """Evaluates before the first step with eval.before, or at a resume if a stop left an evaluation due; or prints
+        why the run has no steps left.
 
         evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
         if self.ended_by:
@@ -463,7 +462,8 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, evaluate, export) -> dict:
-        """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
+        """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop without the
+        evaluation and the export.
 
         evaluate, export: functions as `after_step` takes them. Raises SavesFailed if the last checkpoint cannot be
         written."""

@@ -41,7 +41,7 @@ class Info(BaseProcessingInfo):
         return min(int(given.get(IMAGE_TOKENS, 2**30)), self.ctx.model_config.max_model_len - 1)
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the largest number of tokens of an image. Part of vLLM's interface."""
+        """Returns {"image": the largest number of tokens of an image, `image_tokens`}. Part of vLLM's interface."""
         return {"image": self.image_tokens}
 
 

@@ -256,7 +256,8 @@ class ExpertRouting(NamedTuple):
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
     """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
-    stream. Log-probs are in nats; servers of `launch` report those of the distribution that tokens are drawn from.
+    stream, the JSON of a reply's choice. Log-probs are in nats; servers of `launch` report those of the distribution
+    that tokens are drawn from.
 
     Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []

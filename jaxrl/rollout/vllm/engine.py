@@ -159,8 +159,8 @@ class VllmEngine(Engine):
         params: the policy's parameter tree; spread over processes, it is copied first, which is collective. version: of
         the weights, which their tokens carry in Result.versions.
 
-        Raises EngineLost if no server is left, WeightMismatch if one computes with other weights, ConfigError if the
-        servers cannot serve this run."""
+        Raises EngineLost if no server is left (of given ones only while requests are unfinished), WeightMismatch if one
+        computes with other weights, ConfigError if the servers cannot serve this run."""
         self._check_open()
         for process in self.fleet.processes:
             process.bound_log()

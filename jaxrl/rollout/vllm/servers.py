@@ -162,7 +162,8 @@ def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -
 def first_servers(config, group: Peers) -> list[str]:
     """Returns the URLs of rollout.servers; for a folder, once it names a server for every process, or those that it
     names after rollout.vllm.setup_seconds. The same on all processes. Raises EngineLost if it names none.
-    """
+
+    group: the processes of the run."""
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
         return list(config.rollout.servers)
