@@ -45,7 +45,7 @@ from jaxrl.types import Pictures, Trajectories
 
 
 class StepInputs(NamedTuple):
-    """The arguments of `one_step`."""
+    """The arguments of `one_step`; `teacher` is that of teachers.open_teacher."""
 
     s: Session
     job: Job

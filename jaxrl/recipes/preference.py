@@ -82,10 +82,10 @@ def run(config, inputs=None) -> dict:
 
 
 class Completion(NamedTuple):
-    """A completion and its prompt as 1-D token ids, in the form that recipes.sft.demonstrations takes.
+    """A completion and its prompt as 1-D int token ids, in the form that recipes.sft.demonstrations takes.
 
-    trained is None: all tokens of the completion are in the loss.
-    """
+    images: places of the prompt's images, None without. trained is None: all tokens of the completion are in the
+    loss."""
 
     prompt_ids: np.ndarray
     target_ids: np.ndarray
@@ -144,11 +144,12 @@ def lay_out(job, completions, rows):
 class Losses:
     """The preference losses of a job on a step's completions.
 
+    score: (params, traj, layout) -> [T] float32 log-probs in nats, also the reference's where it is the same program.
+
     Attributes:
       reference: sums of log-probs under the reference (ReferenceSums), or None if no loss reads it.
       with_z0: preference.loss has kto, whose z0 needs a second batch of mismatched prompts.
-      passes: forward passes over the completions per step, without the reference's.
-    """
+      passes: forward passes over the completions per step, without the reference's."""
 
     def __init__(self, s, job, score):
         self.options = job.config.preference
@@ -199,8 +200,8 @@ class HeldOutEvaluation:
     once, and once more with other pictures for each of eval.controls. Sets of prompts are completed and scored as in
     any job.
 
-    sync: weight sync for the sets of prompts; None: these are left out.
-    """
+    role: whose parameters are evaluated. losses: of the job. sync: weight sync for the sets of prompts; None: these are
+    left out."""
 
     def __init__(self, s, job, role: Role, losses: Losses, sync=None):
         self.role, self.losses = role, losses

@@ -245,11 +245,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order.
+    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order, with its
+    `outcome`.
 
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; without
-    penalties its log-prob is `logprobs - log_kept_mass`.
-    """
+    penalties its log-prob is `logprobs - log_kept_mass`."""
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included

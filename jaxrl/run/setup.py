@@ -71,7 +71,8 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 class Job:
     """The fixed parts of a run; parameters are in the TrainState of its roles.
 
-    config: Spec. eos_ids: end-of-text tokens. row_shapes: RowShapes of updates. compute_dtype: of the forward pass."""
+    config: Spec. mesh: the policy's. hf_config: as in config.json. eos_ids: end-of-text tokens. row_shapes: RowShapes
+    of updates. compute_dtype: of the forward pass."""
 
     config: Any
     run_dir: Path
@@ -185,8 +186,7 @@ def share_gpus(how: str, fraction: float, environ) -> None:
 
 
 def first_prompt(s, job) -> str:
-    """Returns a console line with the first rendered prompt and its tokens; "" for a resumed run or one without
-    rows."""
+    """Returns a console line with the first rendered prompt and its tokens; "" if resumed or without rows."""
     if job.stream is None or s.step:
         return ""
     example = job.stream.dataset[0]

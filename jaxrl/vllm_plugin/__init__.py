@@ -334,11 +334,10 @@ class Nccl:
 
 class Reader:
     """Reads chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its
-    address.
+    address, with its key.
 
     Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server must not read
-    other files or call other hosts because a request asks for it.
-    """
+    other files or call other hosts because a request asks for it."""
 
     FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 

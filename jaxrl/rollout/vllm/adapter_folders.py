@@ -61,7 +61,8 @@ def configured_rank(options) -> int:
 
 
 class Version(NamedTuple):
-    """One version's adapter: its name for requests, its folder, SHA-256 of its files and their bytes."""
+    """One version's adapter: its name for requests, its folder, SHA-256 (hex) of its two files and their bytes in
+    all."""
 
     name: str
     path: Path
