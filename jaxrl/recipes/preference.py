@@ -248,7 +248,8 @@ class HeldOutEvaluation:
 
 
 def with_prompt_sets(job):
-    """Returns the job with only the held-out sets of prompts, which need completions."""
+    """Returns the job with only the held-out sets of prompts, which need completions. Raises ConfigError for a set that
+    mixes prompts with pairs or labels."""
     return dataclasses.replace(job, eval_sets=sets_to_complete(job.config, job.eval_sets))
 
 

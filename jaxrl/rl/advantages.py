@@ -32,7 +32,8 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
-    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes."""
+    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes; `returns` is None but
+    for gae."""
 
     tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent

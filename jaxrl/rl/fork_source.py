@@ -151,7 +151,8 @@ class ForkSource:
 
     def find_result(self, request) -> Result | None:
         """Returns the recorded result of a request; None if there is none under these weights and options, and for
-        greedy completions, which are always sampled. Counts which it was."""
+        greedy completions, which are always sampled. Counts which it was; other requests (evaluation) have none and do
+        not count."""
         key, found = request.key, None
         if key is None or key.stream not in (SAMPLES, GREEDY):
             return None

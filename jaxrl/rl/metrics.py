@@ -30,7 +30,8 @@ BUCKETS = {"gap/stale_": "staleness/", "gap/images": "rollout/image_fraction", "
 def mean_metrics(steps: list[dict]) -> dict[str, float]:
     """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max.
 
-    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out."""
+    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out, and so
+    is rollout/text_fraction. {} without steps."""
     if not steps:
         return {}
     names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch has no metrics of it

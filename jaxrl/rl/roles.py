@@ -89,10 +89,10 @@ class Roles:
         return [part for part in (self.critic, self.reference) if part is not None]
 
     def report_corrections(self, s, engine) -> None:
-        """Prints which mismatch correction is on, and warns if none corrects for completions of older weights.
+        """Prints which mismatch correction is on, and whether recomputed proximal log-probs are superfluous; warns if
+        none corrects for completions of older weights.
 
-        Raises ConfigError for a quantised engine without a correction.
-        """
+        Raises ConfigError for a quantised engine without a correction."""
         mismatch = self.config.algorithm.mismatch
         if mismatch.correction == "none" and engine.info.quantized:
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
