@@ -73,8 +73,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
-    that is read again, a local teacher.
+    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
+    read again, a local teacher. Raises ConfigError if weights cannot be found.
 
     inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
@@ -94,7 +94,8 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 
 def reference_print(config) -> str:
-    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N"."""
+    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N".
+    Raises ConfigError if there are no such weights."""
     path, revision = _reference(config)
     field = "reference.path" if config.reference.path else "model.path"
     return weights_print(path, revision, field) if path else f"seed {config.run.seed}"
@@ -103,7 +104,8 @@ def reference_print(config) -> str:
 def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
     """Returns name -> hash (weights_print) of the weights that every process reads its part of when a run begins.
 
-    They are those of the policy and of a critic with a path. missing: leave out those that are gone."""
+    They are those of the policy and of a critic with a path. missing: leave out those that are gone; else they raise
+    ConfigError or OSError."""
     critic, out = config.critic, {}
     named = {"weights of the policy": _policy(config),
              "weights of the critic": (critic.path, critic.revision, "critic.path")}

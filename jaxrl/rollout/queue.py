@@ -152,7 +152,9 @@ class RolloutQueue:
           stop: called before every poll, of at most a second each.
 
         Raises:
-          TimeoutError: the groups are not done in time. Unfinished requests are aborted as after a stop."""
+          TimeoutError: the groups are not done in time. Unfinished requests are aborted as after a stop.
+          RuntimeError: the engine returned a result that was not requested. Also what the engine's poll raises
+            (EngineLost)."""
         end = self._clock() + timeout
         while True:
             if groups is None:
@@ -186,7 +188,8 @@ class RolloutQueue:
     def poll(self) -> None:
         """Stores finished results of a concurrent engine without waiting; does nothing with another one.
 
-        Suppresses EngineLost: the next `wait` raises it, so the running update completes."""
+        Suppresses EngineLost: the next `wait` raises it, so the running update completes. Raises RuntimeError as
+        `receive`."""
         if self._unfinished and self.engine.info.concurrent:
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))

@@ -309,7 +309,8 @@ class Control:
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
-        """Returns whether the server replies to more than /health without a key, tried with /version."""
+        """Returns whether the server replies to more than /health without a key, tried with /version. Raises
+        ServerError if it cannot be reached or fails."""
         stranger = Control(self.url, "", self.deadline)
         try:
             stranger.version()
@@ -320,39 +321,42 @@ class Control:
         return True
 
     def version(self) -> str:
-        """Returns vLLM's version text, "0.0" if the server names none."""
+        """Returns vLLM's version text, "0.0" if the server names none. Raises ServerError or Refused."""
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
-        """Returns the first model of /v1/models, a dict with id and max_model_len; {} if there is none."""
+        """Returns the first model of /v1/models, a dict with id and max_model_len; {} if there is none. Raises
+        ServerError or Refused."""
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
         """Pauses generation. Requests stay and continue after `resume`; caches stay too, and a publish empties those
-        that it makes stale."""
+        that it makes stale. Raises ServerError or Refused."""
         self._call("POST", "/pause", mode="keep", clear_cache="false")
 
     def resume(self) -> None:
-        """Resumes generation after `pause`."""
+        """Resumes generation after `pause`. Raises ServerError or Refused."""
         self._call("POST", "/resume")
 
     def sleep(self, level: int) -> None:
-        """Ends all requests and frees weights and cache: level 2 drops them, level 1 keeps a copy in host memory."""
+        """Ends all requests and frees weights and cache: level 2 drops them, level 1 keeps a copy in host memory.
+        Raises ServerError or Refused."""
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
         """Takes back the memory of "weights" or "kv_cache" (no tag: all).
 
-        Returns the server's status: "awake" once all is back, "sleeping" before; "None" if it reports none."""
+        Returns the server's status: "awake" once all is back, "sleeping" before; "None" if it reports none. Raises
+        ServerError or Refused."""
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
     def is_sleeping(self) -> bool:
-        """Returns whether the server is asleep or paused."""
+        """Returns whether the server is asleep or paused. Raises ServerError or Refused."""
         return bool(self._call("GET", "/is_sleeping").get("is_sleeping"))
 
     def workers(self) -> list[dict]:
         """Returns what the plugin reports of every worker, a dict each (vllm_plugin.info); [] if the plugin is not
-        installed, the server refuses the call or it fails with status 500."""
+        installed, the server refuses the call or it fails with status 500. Raises ServerError for other failures."""
         try:
             return self.rpc("jaxrl_info")
         except Refused:
@@ -364,12 +368,12 @@ class Control:
 
     def digests(self) -> list[dict]:
         """Returns what the plugin's jaxrl_digests reports (see vllm_plugin.digests), one dict per worker: HF tensor
-        name -> [SHA-256, dtype, shape, axis, [[start, stop], ...]]."""
+        name -> [SHA-256, dtype, shape, axis, [[start, stop], ...]]. Raises ServerError or Refused."""
         return [json.loads(text) for text in self.rpc("jaxrl_digests")]
 
     def rpc(self, method: str, **kwargs) -> list:
-        """Calls a method of every worker with these keywords; returns their results in order, [] if the reply has
-        none."""
+        """Calls a method of every worker with these keywords; returns their results in order, [] if the reply has none.
+        Raises ServerError or Refused."""
         return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
 
     def init_transfer(self, names: list[str], announcement: dict, nccl: dict) -> None:
@@ -379,13 +383,14 @@ class Control:
           names: HF names of all tensors that will come.
           announcement: Stream.announcement(), where the chunks are.
           nccl: {"id", "rank", "size"} of this server in the communicator; {} for other transports.
-        """
+
+        Raises ServerError or Refused."""
         info = {"protocol": PROTOCOL, "names": names, "nccl": nccl, **announcement}
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
         """Opens an update. If the server fails to, closes the update that an earlier trainer may have left open and
-        tries once more."""
+        tries once more. Raises ServerError or Refused."""
         try:
             self._call("POST", "/start_weight_update")
         except ServerError:
@@ -396,11 +401,12 @@ class Control:
             self._call("POST", "/start_weight_update")
 
     def update(self, payload: dict) -> None:
-        """Sends the description of one chunk (vllm_plugin.UpdateInfo); returns once the workers have read it."""
+        """Sends the description of one chunk (vllm_plugin.UpdateInfo); returns once the workers have read it. Raises
+        ServerError or Refused."""
         self._call("POST", "/update_weights", {"update_info": payload})
 
     def finish_update(self, version: str) -> None:
-        """Closes an update; tokens carry `version` from then on."""
+        """Closes an update; tokens carry `version` from then on. Raises ServerError or Refused."""
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reload(self, path: str, version: str) -> None:
@@ -410,24 +416,27 @@ class Control:
         Args:
           path: Hugging Face folder.
           version: version of the weights from then on.
-        """
+
+        Raises ServerError or Refused."""
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
         self.update_version(version)
 
     def update_version(self, version: str) -> None:
-        """Sets the version of the weights, which later completions carry, without an update."""
+        """Sets the version of the weights, which later completions carry, without an update. Raises ServerError or
+        Refused."""
         self._call("POST", "/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter from a folder, after unloading one of the same name. Names should be unique: an adapter
         loaded again "in place" is read from disk for every batch, and the prefix cache identifies an adapter by name
-        and path."""
+        and path. Raises ServerError or Refused."""
         self.unload_adapter(name)
         self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter; one that is not loaded is not an error."""
+        """Unloads an adapter; one that is not loaded is not an error. Raises ServerError, or Refused for another
+        reason."""
         try:
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except Refused as e:
@@ -438,23 +447,27 @@ class Control:
         """Returns [[SHA-256 of adapter_config.json, of adapter_model.safetensors], number of adapters it holds] of
         every worker.
 
-        path: the adapter's folder, as the server's machine sees it."""
+        path: the adapter's folder, as the server's machine sees it. Raises ServerError or Refused."""
         return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 
     def weight_version(self) -> str:
-        """Returns the version that the server reports for its weights, "None" if it reports none."""
+        """Returns the version that the server reports for its weights, "None" if it reports none. Raises ServerError or
+        Refused."""
         return str(self._call("GET", "/weight_info").get("weight_version"))
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache, resetting running requests; returns whether the server reports success."""
+        """Empties the prefix cache, resetting running requests; returns whether the server reports success. Raises
+        ServerError or Refused."""
         return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
 
     def reset_encoder_cache(self) -> None:
-        """Empties the cache of images' features, which a server names by their hashes and keeps over weight updates."""
+        """Empties the cache of images' features, which a server names by their hashes and keeps over weight updates.
+        Raises ServerError or Refused."""
         self._call("POST", "/reset_encoder_cache")
 
     def generate(self, payload: dict) -> dict:
-        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON."""
+        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON. Raises ServerError or
+        Refused."""
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:

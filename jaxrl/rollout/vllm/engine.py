@@ -94,7 +94,7 @@ class VllmEngine(Engine):
     def submit(self, requests: list[Request]) -> None:
         """Queues requests and sends them to servers, with max_new_tokens cut to what fits behind the prompt.
 
-        Raises ValueError, queueing none, naming one that cannot be served."""
+        Raises ValueError, queueing none, naming one that cannot be served, RuntimeError if the engine is closed."""
         self._check_open()
         most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
@@ -142,12 +142,14 @@ class VllmEngine(Engine):
                 done.append(item)
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each as "abort", without the tokens sampled so far."""
+        """Ends requests (None = all): the next poll returns each as "abort", without the tokens sampled so far. Raises
+        RuntimeError if the engine is closed."""
         self._check_open()
         self.router.abort(set(self._ids) if ids is None else self._ids.intersection(ids))
 
     def hold(self, on: bool) -> None:
-        """Stops sending requests to servers while on; sent ones continue."""
+        """Stops sending requests to servers while on; sent ones continue. Raises RuntimeError if the engine is
+        closed."""
         self._check_open()
         self.router.pause(on)
 
@@ -177,7 +179,7 @@ class VllmEngine(Engine):
         """Frees the servers' GPU memory until the next publish; waits for servers that are starting.
 
         Raises:
-          RuntimeError: there are unfinished requests.
+          RuntimeError: there are unfinished requests, or the engine is closed.
           EngineLost: a given server does not sleep, a process of ours does not end, or no server starts.
           ConfigError: the servers cannot serve this run."""
         self._check_open()
