@@ -310,13 +310,14 @@ class Nccl:
             raise RuntimeError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
 
     def unique_id(self) -> bytes:
-        """Returns NCCL's 128 bytes that name a new communicator."""
+        """Returns NCCL's 128 bytes that name a new communicator. Raises RuntimeError if NCCL fails."""
         out = self.Id()
         self._call("ncclGetUniqueId", ctypes.byref(out))
         return bytes(out)
 
     def join(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Joins the communicator; returns when all `size` members have called it. NCCL has no time limit."""
+        """Joins the communicator `unique_id` as `rank`; waits, without a limit, for all `size` members. Raises
+        RuntimeError."""
         own = self.Id.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, own, rank)
 
@@ -326,7 +327,7 @@ class Nccl:
         self._call("ncclBroadcast", at, at, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
 
     def abort(self) -> None:
-        """Aborts the communicator, if there is one."""
+        """Aborts the communicator, if there is one. Raises RuntimeError if NCCL fails."""
         if self._communicator:
             self._call("ncclCommAbort", self._communicator)
             self._communicator = ctypes.c_void_p()
