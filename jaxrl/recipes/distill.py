@@ -313,9 +313,9 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
     nats: distill/divergence of the policy's log-probs (recomputed ones if the loss reads them, else the engine's) less
     the teacher's, and distill/teacher_logprob.
 
-    With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D] for
-    the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K] float32 in nats.
-    With teacher.save, process 0 also writes the ids and log-probs to a file.
+    With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D]
+    (compute dtype) for the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K]
+    float32 in nats. With teacher.save, process 0 also writes the ids and log-probs to a file.
 
     batch: the student's completions, read with distill.loss=sampled only. traj: Trajectories of the step. layout: of
     scoring."""
@@ -378,7 +378,7 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
     Args:
       batch: the student's completions, or None if all rows bring theirs.
       traj: Trajectories of the step. layout: of the update. columns: of `teacher_columns`.
-      per_completion: [N] mean advantage of each of the batch's completions over its loss tokens; None without a
+      per_completion: [N] float, mean advantage of each of the batch's completions over its loss tokens; None without a
         batch."""
     s, c, count = parts.s, parts.s.spec, parts.speed.operations
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())

@@ -185,9 +185,8 @@ class Losses:
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:
     """Runs one optimizer step along a derivative; returns its metrics, which stay on the device.
 
-    derivative: [N] dloss/ds by the completions' sums of log-probs s, already divided by the loss's denominator. A loss
-    token has the weight -dloss/ds of its completion.
-    """
+    derivative: [N] float64, dloss/ds by the completions' sums of log-probs s, already divided by the loss's
+    denominator. A loss token has the weight -dloss/ds of its completion."""
     weights, traj = training.sequence_weights(step.traj, derivative), policy.shown(step.traj)
     micro = step.layout.minibatches[0].microbatches
     return policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in micro)

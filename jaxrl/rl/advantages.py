@@ -127,8 +127,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 class EstimatorInputs(NamedTuple):
     """The inputs of an advantage estimator: the arguments of `advantages`, described there.
 
-    scores and baseline are [N] float64, NaN = absent; kl (nats) and values are [T]; N trajectories, T tokens of traj.
-    """
+    scores and baseline are [N] float64, NaN = absent; kl (nats) and values are [T] float; N trajectories, T tokens of
+    `traj`."""
 
     options: Any
     traj: Any
@@ -154,15 +154,15 @@ class EstimatorInputs(NamedTuple):
         return self.scores - self.options.kl.coef * self.traj.total(self.kl)
 
     def relative_to_group(self, scores):
-        """Computes `group_advantages` of scores [N] with the job's advantage_mean and advantage_std.
+        """Computes `group_advantages` of scores [N] float64 with the job's advantage_mean and advantage_std.
 
         Returns ([N] float64, scores minus baseline over scale; [N] bool, sequences of groups without signal)."""
         return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
                                 std=self.options.advantage_std, baseline_N=self.baseline)
 
     def token_rewards(self, values):
-        """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N], minus kl.coef times the KL
-        per token.
+        """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N] float64, minus kl.coef times
+        the KL per token.
 
         See algorithms.token_rewards; sequences without a score get 0."""
         traj, of_turns = self.traj, self.traj.columns.get("reward")
@@ -283,7 +283,7 @@ ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": gae_with_critic, "t
 
 
 def without_signal(traj, tokens) -> np.ndarray:
-    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] advantages."""
+    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] float advantages."""
     _, group = np.unique(traj.group, return_inverse=True)
     return np.bincount(group, traj.total(tokens != 0))[group] == 0
 

@@ -71,7 +71,7 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
 
     Args:
       batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without any advantage.
-      per_completion: [N] mean advantages. layout: training.Layout of the update.
+      per_completion: [N] float64, mean advantages. layout: training.Layout of the update.
     """
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
@@ -124,8 +124,8 @@ def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
     Current-policy log-probs have no histogram: they stay on the device.
 
     Args:
-      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them. per_completion: [N] mean advantages.
-    """
+      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them.
+      per_completion: [N] float64, mean advantages."""
     traj, scores = batch.traj, batch.shaped
     out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
     if "old" in columns:

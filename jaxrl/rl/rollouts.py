@@ -422,7 +422,7 @@ def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
     and scores that are all equal are not divided.
 
     Args:
-      scores: [N], NaN = absent: left out of both statistics. groups: [N] group ids.
+      scores: [N] float64, NaN = absent: left out of both statistics. groups: [N] int group ids.
       mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages."""
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)

@@ -256,7 +256,7 @@ def make_loss_weigher(spec, batch, columns):
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch.
-      columns: [T] by name: advantage, behaviour, and old where it is scored.
+      columns: [T] float32 by name: advantage, behaviour, and old where it is scored.
     """
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
@@ -286,7 +286,7 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch. prepared: of `prepare`.
-      per_completion: [N] mean advantage over the loss tokens of each completion.
+      per_completion: [N] float64, mean advantage over the loss tokens of each completion.
     """
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics

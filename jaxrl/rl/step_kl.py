@@ -26,7 +26,7 @@ def k3(before, after, mask) -> float:
     bounded to +-50 in r alone.
 
     Args:
-      before, after: [T] log-probs in nats, not read outside mask. mask: [T] bool.
+      before, after: [T] float, log-probs in nats, not read outside mask. mask: [T] bool.
 
     Returns:
       The estimate; inf if a log-prob is not finite, 0 for an empty mask.

@@ -201,7 +201,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
     those without one.
 
     Args:
-      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
+      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] float or None.
       episodes: of `episodes.conversations`, or None. kept: of data.images.thumbnails.save.
     """
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)

@@ -67,8 +67,8 @@ class KeptFeatures:
     def shown(self, traj):
         """Returns the Trajectories with features in the place of their pictures' patches. Collective.
 
-        Features of a picture are [F, (1 + taps) * E]: F image tokens, the tower's output and its taps side by side.
-        Missing ones are computed. Without pictures the batch is returned as it is."""
+        Features of a picture are [F, (1 + taps) * E] in the compute dtype: F image tokens, the tower's output and its
+        taps side by side. Missing ones are computed. Without pictures the batch is returned as it is."""
         if traj.pictures is None:
             return traj
         found = self._of(traj.pictures)

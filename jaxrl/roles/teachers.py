@@ -148,7 +148,7 @@ class LocalTeacher(Role):
 
         Args:
           traj: Trajectories of T tokens. layout: how they are packed.
-          student: () -> [T, K] ids of the student's most probable tokens; called only if `wants` is "at".
+          student: () -> [T, K] int32 ids of the student's most probable tokens; called only if `wants` is "at".
 
         Returns:
           By `wants`:

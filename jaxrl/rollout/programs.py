@@ -343,8 +343,8 @@ class Programs:
         return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
 
     def encode(self, params, images, room: int):
-        """Returns (features, features of the taps) of rows of images, each [K, room, D], for `extend`; of taps one
-        array per layer that has one.
+        """Returns (features, features of the taps) of rows of images, each [K, room, D] in the compute dtype, for
+        `extend`; of taps one array per layer that has one.
 
         params: of `publish`. images: jaxrl.types.Images of K rows. room: image tokens of a row, to which features are
         padded with zeros."""

@@ -52,7 +52,7 @@ class TurnImages:
         """Returns (ids [n] with one image token for each feature, their TurnImages, `first` counted in these ids).
 
         Args:
-          ids: [n] token ids with one image token for each image. at: [I] the index of each of these.
+          ids: [n] int token ids with one image token for each image. at: [I] int, the index of each of these.
           found: the images, as `found` returns them; None = the row's next one.
           request: of the episode. shown: how many of its row's images stand before them.
 
