@@ -87,7 +87,7 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
 
     Returns:
       (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if
-        it is refused."""
+      it is refused."""
     before, after = _flat(old), _flat(new)
     defaults = {name: _plain(opt.default) for name, opt in options().items()}
     refused, accepted_changes = [], []

@@ -106,7 +106,7 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 
     Returns:
       Advantages; an estimator's metrics are those of the last source, by name, that has any. If a source has a table,
-        `returns` is None, whatever the estimator."""
+      `returns` is None, whatever the estimator."""
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
     table_of_N = np.where(np.isin(names, list(tables)), names, "")

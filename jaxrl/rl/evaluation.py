@@ -80,7 +80,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 
     Returns:
       (metrics "eval/<set>/<name>", of a control "eval/<set>/<control>/<name>", over all sets "eval/<name>"; records per
-        set), the same on every process; both empty if a stop was requested.
+      set), the same on every process; both empty if a stop was requested.
 
     Raises:
       RunStopped: too many episodes failed because of their environment, or too many rewards failed.
