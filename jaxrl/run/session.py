@@ -425,7 +425,7 @@ class Session:
         return False
 
     def save(self) -> None:
-        """Saves a checkpoint of this step, unless there is one. Waits and raises as Checkpointer.save does."""
+        """Saves this step in the background (checkpoint.asynchronous) unless saved. Raises as Checkpointer.save."""
         if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
