@@ -42,8 +42,8 @@ class StepLayout(NamedTuple):
 class Prepared(NamedTuple):
     """The token columns that an update reads of a batch of T tokens, with the numbers that are logged.
 
-    Values are in units of the score; the KL is in nats, before kl.coef.
-    """
+    Values are float64 in units of the score; the KL is float64 in nats, before kl.coef. None: there is no critic, or
+    the KL is not subtracted from the reward."""
 
     layout: StepLayout
     columns: dict[str, np.ndarray]  # [T] by name

@@ -164,7 +164,7 @@ class UpdateInfo:
 
 
 class Receiver:
-    """What our weight transfer engine does; vLLM's base class brings the rest (model, device, parallel_config)."""
+    """Receives a trainer's weights; vLLM's base class brings the rest (model, device, parallel_config)."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     names = received = frozenset()

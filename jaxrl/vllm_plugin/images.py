@@ -27,7 +27,7 @@ REFUSED = "jaxrl: this server takes finished images alone (`features` of /infere
 
 
 class Info(BaseProcessingInfo):
-    """What vLLM asks of a model's images before it has seen one."""
+    """Tells vLLM how many images, and tokens of one, a prompt may have."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Returns {"image": None}: a prompt may have any number of images. Part of vLLM's interface."""
