@@ -304,7 +304,7 @@ class Session:
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
-        """Whether train.steps, data.epochs or train.max_samples is reached or a callback ended the run."""
+        """Whether train.steps, data.epochs or train.max_samples is reached, or something ended the run (`ended_by`)."""
         samples = self.spec.train.max_samples
         counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
         return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)

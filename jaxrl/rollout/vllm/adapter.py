@@ -106,7 +106,7 @@ def server_key(options) -> str:
 
 
 def warn_of_visible_key() -> None:
-    """Warns if the key was given on this process's command line."""
+    """Warns if the key was given on this process's command line, as --config.rollout.vllm.api_key=KEY."""
     if any(word.startswith("--config.rollout.vllm.api_key=") for word in sys.argv):
         log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s "
                     "instead", KEY)

@@ -24,7 +24,7 @@ KEPT_BYTES = 256_000_000  # of encoded images that were sent last: a group's req
 
 
 class Item(NamedTuple):
-    """One image: `digest` names it in the server's caches, `data` is what its tower takes."""
+    """One image: `digest` (hex) names it in the server's caches, `data` (msgpack in base64) is what its tower takes."""
 
     digest: str
     data: str

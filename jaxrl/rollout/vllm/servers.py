@@ -105,7 +105,7 @@ class OwnServers:
         return True
 
     def stop(self) -> None:
-        """Stops all servers, at once."""
+        """Stops all servers at the same time, and waits for it; a process that does not end is left."""
         with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as pool:
             for process in self.processes:
                 pool.submit(process.stop)
