@@ -30,7 +30,8 @@ BUCKETS = {"gap/stale_": "staleness/", "gap/images": "rollout/image_fraction", "
 def mean_metrics(steps: list[dict]) -> dict[str, float]:
     """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max.
 
-    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out."""
+    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out, and so
+    is rollout/text_fraction. {} without steps."""
     if not steps:
         return {}
     names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch has no metrics of it
@@ -70,7 +71,7 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
 
     Args:
       batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without any advantage.
-      per_completion: [N] mean advantages. layout: training.Layout of the update.
+      per_completion: [N] float64, mean advantages. layout: training.Layout of the update.
     """
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
@@ -123,8 +124,8 @@ def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
     Current-policy log-probs have no histogram: they stay on the device.
 
     Args:
-      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them. per_completion: [N] mean advantages.
-    """
+      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them.
+      per_completion: [N] float64, mean advantages."""
     traj, scores = batch.traj, batch.shaped
     out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
     if "old" in columns:

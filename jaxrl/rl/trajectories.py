@@ -201,7 +201,7 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
     those without one.
 
     Args:
-      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
+      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] float or None.
       episodes: of `episodes.conversations`, or None. kept: of data.images.thumbnails.save.
     """
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
@@ -264,7 +264,9 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
-    """Decodes the bytes of `results_to_bytes`. Returns (list of Result, meta), equal to what was encoded."""
+    """Decodes the bytes of `results_to_bytes`. Returns (list of Result, meta), equal to what was encoded, except that
+    images have their encoded files alone, and that an aborted result without a support gets an empty one where others
+    have one."""
     (meta, rows), flat = decode(data)
     out, at, added, routed, held, begin = [], 0, 0, 0, {}, 0
     for number, size in zip(flat.get("shown_of", ()), flat.get("shown_sizes", ()), strict=True):

@@ -121,7 +121,8 @@ class EpisodeEngine(Engine):
         return dataclasses.replace(self.engine.info, holds=True)
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues episodes. Raises ValueError for a prompt that leaves no room for a completion."""
+        """Queues episodes. Raises ValueError, queueing none, for a prompt that leaves no room for a completion or an id
+        in use."""
         ids = check_ids(requests, self._ids)
         for request in requests:
             if len(request.prompt) >= self.longest:
@@ -132,7 +133,8 @@ class EpisodeEngine(Engine):
 
     def poll(self, deadline_s: float) -> list[Result]:
         """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
-        poll. Raises RuntimeError if there are episodes and no weights."""
+        poll. Raises RuntimeError if there are episodes and no weights, RunStopped if one shows images that the model or
+        env.image_tokens does not allow, and what the engine of turns raises."""
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")

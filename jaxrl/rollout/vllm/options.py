@@ -28,7 +28,8 @@ def read_urls(folder: Path) -> list[str]:
 
 
 def memory_fraction(config) -> float:
-    """Returns the share (0 to 1) of a GPU's memory that one of our servers uses."""
+    """Returns the share (0 to 1) of a GPU's memory that one of our servers uses: rollout.vllm.memory_fraction, or by
+    default OWN_MEMORY with rollout.vllm.devices unless colocated, else SHARED_MEMORY."""
     own = config.rollout.vllm.devices and config.rollout.placement != "colocated"
     return config.rollout.vllm.memory_fraction or (OWN_MEMORY if own else SHARED_MEMORY)
 

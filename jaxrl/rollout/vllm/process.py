@@ -58,8 +58,8 @@ class ServerProcess:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
     def last_errors(self) -> str:
-        """Returns the last two lines of its log that look like an error, else its last two lines; at most 800
-        characters."""
+        """Returns the last two lines of its log since its start that look like an error, else its last two lines; the
+        last 800 characters of them."""
         with open(self.log_file, "rb") as f:
             f.seek(self._from)
             lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
@@ -75,9 +75,8 @@ class ServerProcess:
             self._from = 0
 
     def stop(self) -> None:
-        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS,
-        which also ends processes that are suspended (SIGSTOP).
-        """
+        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS, which also ends processes
+        that are suspended (SIGSTOP). Raises subprocess.TimeoutExpired if the server's process does not end."""
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not self._alive():
                 break
@@ -88,7 +87,7 @@ class ServerProcess:
         self._process.wait(timeout=GRACE_SECONDS)
 
     def kill(self) -> None:
-        """Kills the session. Raises EngineLost if a process does not end."""
+        """Kills the session. Raises EngineLost if the server's process does not end within GRACE_SECONDS."""
         self._signal(signal.SIGKILL)
         try:
             self._process.wait(timeout=GRACE_SECONDS)

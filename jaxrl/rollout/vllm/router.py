@@ -35,7 +35,8 @@ AFFINITY_SLACK = 4  # requests by which a group's server may be busier than anot
 class Job:
     """A request on its way to a server, with its tries.
 
-    attempts: failed tries so far; one without a connection counts 1 / CONNECTION_TRIES."""
+    attempts: failed tries so far; one without a connection counts 1 / CONNECTION_TRIES. done: whether it has a
+    result."""
 
     request: Request
     attempts: float = 0

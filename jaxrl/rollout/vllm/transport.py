@@ -43,7 +43,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def describe(tensors, verify: bool) -> tuple[list[list], int]:
-    """Returns (rows of UpdateInfo.tensors, total bytes) of (name, array) pairs.
+    """Returns (rows of UpdateInfo.tensors, total bytes with padding) of (name, array) pairs.
 
     A row: [name, dtype, shape, offset, bytes, SHA-256, or "" unless `verify`]; offsets are multiples of ALIGN."""
     rows, offset = [], 0
@@ -99,10 +99,10 @@ LOCK = "lock"
 
 
 class SharedMemory(Stream):
-    """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport.
+    """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport; those
+    that killed trainers left are removed at the start. Raises ConfigError without /dev/shm.
 
-    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers.
-    """
+    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers."""
 
     name = "shm"
 
@@ -174,7 +174,7 @@ def lock_file(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Deletes a folder of a trainer that was killed, that is, one without a held lock."""
+    """Deletes a folder of a trainer that was killed: one with a lock file whose lock no process holds. Others stay."""
     lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +182,8 @@ def remove_unowned(folder: Path) -> None:
 
 
 def address_towards(url: str) -> str:
-    """Returns this host's address on the route to a server. (Connecting a datagram socket sends nothing.)"""
+    """Returns this host's address on the route to a server's URL. Connecting a datagram socket sends nothing. Raises
+    OSError if the name is unknown or there is no route."""
     there = urllib.parse.urlparse(url)
     kind, _, _, _, address = socket.getaddrinfo(there.hostname, there.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as s:
@@ -242,7 +243,7 @@ class Broadcast(Stream):
     The communicator is rebuilt when the servers change or something failed. NCCL is loaded by name through ctypes, so
     neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
 
-    deadline: seconds that joining may take."""
+    deadline: seconds that joining may take. Raises ConfigError if NCCL cannot be loaded."""
 
     name, host = "nccl", False
 
@@ -269,7 +270,8 @@ class Broadcast(Stream):
                 for url, rank in zip(servers, ranks[:-1], strict=True)}
 
     def meet(self, greeted):
-        """Joins the NCCL group together with the servers' workers. Raises what joining or greeting raised."""
+        """Joins the NCCL group together with the servers' workers, unless they have joined. Raises ServerError if
+        joining fails or takes more than `deadline` seconds, and what the greeting raised."""
         if self._joined:
             return greeted.result()
         size, joining = 1 + sum(self._servers.values()), concurrent.futures.Future()
