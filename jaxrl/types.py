@@ -74,7 +74,8 @@ class Pictures(NamedTuple):
     # [I] int64: of an entry that goes on a video whose entries follow each other without text, its position in time
     # behind the video's first; -1 elsewhere; None = -1 everywhere
     delays: np.ndarray | None = None
-    # numbers [K] -> of each picture [tokens, (1 + taps) * size], which a role set that keeps them; None = patches count
+    # numbers [K] -> of each picture the tower's features, [tokens, (1 + taps) * size] in the compute dtype, where a
+    # role keeps them (train.image_features); None = the tower computes them from `patches`
     features: Callable[[np.ndarray], list[np.ndarray]] | None = None
 
     @property

@@ -100,8 +100,10 @@ class ProgramRunner(EpisodeRunner):
     """Runs programs as episodes.
 
     Args:
-      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`, `images` (whether messages
-        may show any), `user` (config.user), and `memory_gb`, the limit of one program with its child processes.
+      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash` ("scored": a failed program is scored as
+        any other; else it is an error of the environment), `must_score` (whether an episode needs a score), `images`
+        (whether messages may show any), `user` (config.user), and `memory_gb`, the limit in GiB of one program with
+        its child processes, 0 = none.
 
     Raises LoadError if the program is not found, or a function cannot be loaded or has the wrong signature.
     """

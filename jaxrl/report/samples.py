@@ -27,6 +27,9 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     there is room, groups with different rewards first. A row is a dict of one completion, its text in `pieces`
     (TokenTexts.pieces); `run` is an index.
 
+    All parts share CHARACTERS; a first group that exceeds its part's share is cut to some of its completions, and a
+    text is cut in its middle to MAX_TEXT_CHARS. Parts without rows are left out.
+
     Args:
       runs: whose first and last evaluations are shown, too. steps: requested training steps; None for at most STEPS
         evenly spaced ones.

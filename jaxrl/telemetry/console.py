@@ -205,7 +205,8 @@ def encodes(stream, text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Returns a model's text without control characters, so that a completion cannot control the terminal."""
+    """Returns a model's text with U+FFFD in place of every character but line ends and tabs that str.isprintable
+    refuses (control characters, also no-break spaces and joiners), so that a completion cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

@@ -124,6 +124,13 @@ def test_the_gap_warns_and_stops(caplog):
     with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
         rl_metrics.check_logprob_gap(limits, 3, {"gap/mean": 0.4})
     rl_metrics.check_logprob_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
+    # of a run that samples ahead, the completions of these weights; of a step that has none, all
+    rl_metrics.check_logprob_gap(limits, 5, {"gap/mean": 9.0, "gap/stale_0": 0.1, "staleness/0": 0.5})
+    with pytest.raises(RunStopped, match="step 6: .* 9 nats .*includes what the policy has learnt since.*stop=0.3"):
+        rl_metrics.check_logprob_gap(limits, 6, {"gap/mean": 9.0, "staleness/0": 0.0})
+    with pytest.raises(RunStopped, match="nan nats"):
+        rl_metrics.check_logprob_gap(limits, 7, {"gap/mean": float("nan")})
+    rl_metrics.check_logprob_gap(limits, 8, {})
 
 
 # ---- vLLM's command line and payloads -----------------------------------------------------------------------------------------

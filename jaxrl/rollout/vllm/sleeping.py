@@ -36,8 +36,9 @@ class ServerMemory:
         self.state = "lost" if self.control.is_sleeping() else "awake"
 
     def sleep(self) -> None:
-        """Puts the server to sleep: awake -> asleep. It aborts the requests that it is still working on. Raises
-        RuntimeError in any other state, ServerError or Refused if the call fails (-> lost)."""
+        """Puts the server to sleep: awake -> asleep. It aborts the requests that it is still working on and drops
+        weights and cache (level 2), so weights must be published again before it serves. Raises RuntimeError in any
+        other state, ServerError or Refused if the call fails (-> lost)."""
         self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
 
     def open(self) -> None:
