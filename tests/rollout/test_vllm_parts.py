@@ -71,6 +71,8 @@ BAD = [
     (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network",
           rollout__vllm__weights_host="127.0.0.1"),
      "rollout.vllm.weights_host='127.0.0.1': http://gpu7:80 cannot reach"),
+    *((dict(rollout__servers=(url,), rollout__vllm__api_key="k", rollout__vllm__transport="network", rollout__vllm__weights_host="::1"),
+       f"rollout.vllm.weights_host='::1': {url} cannot reach") for url in ("http://[fd00::1]:80", "http://10.127.0.5:80")),
     (dict(algorithm__mismatch__warn=0.5, algorithm__mismatch__stop=0.1), "warn earlier than you stop"),
     (dict(run__mode="parity", run__recipe="sft"), "run.mode=parity with run.recipe=sft"),
     (dict(rollout__vllm__replicas=0), "rollout.vllm.replicas=0: must be above 0"),
@@ -451,9 +453,9 @@ def test_one_program_converts_all_layers_of_a_kind(monkeypatch):
     assert len(traced) == 3  # embedding, any layer, final norm with head
 
 
-@pytest.fixture(params=["shm", "network"])
+@pytest.fixture(params=["shm", "127.0.0.1", "::1", "[::1]"])
 def carrier(request):
-    made = transport.SharedMemory() if request.param == "shm" else transport.Network("127.0.0.1")
+    made = transport.SharedMemory() if request.param == "shm" else transport.Network(request.param)
     yield made
     made.close()
 

@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 from jaxrl.errors import ConfigError
+from jaxrl.processes.addresses import bare_host
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, IMAGE_TOKENS, KEY, PROTOCOL, Guard
@@ -135,13 +136,13 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     rollout.vllm.env has VLLM_USE_V2_MODEL_RUNNER=1."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
-        "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
-        "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
-        "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching and not recurrent,
-        "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
-        "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
-        "enable-sleep-mode": config.rollout.placement == "colocated" or None,
+        "model": model_folder, "host": bare_host(v.host), "port": port, "tokens-only": True,
+        "skip-tokenizer-init": True, "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype,
+        "max-model-len": length, "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel,
+        "max-num-seqs": v.max_running, "gpu-memory-utilization": memory_fraction(config),
+        "enable-prefix-caching": v.prefix_caching and not recurrent, "enable-chunked-prefill": v.chunked_prefill,
+        "uvicorn-log-level": "warning", "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "generation-config": "vllm", "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
     if routes := config.algorithm.routes == "sampled":
         flags["enable-return-routed-experts"] = True
