@@ -384,9 +384,10 @@ def test_answers_without_a_logprob_per_token_are_refused():
 
 
 @pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),
-                                          ("1.0", "newer")])
+                                          ("1.0", "newer"), ("0.31rc1", "older than 0.32"), ("0.32rc1", ""), ("v0.33.0+cpu", ""),
+                                          ("0.34.dev5+gdbc3d99", "newer"), ("0", "older than 0.32"), ("dev", "'dev' is no version number")])
 def test_versions_are_checked(version, what):
-    if what.startswith("older"):
+    if "older" in what or "no version" in what:
         with pytest.raises(ConfigError, match=what):
             adapter.check_version(version, "here")
     else:

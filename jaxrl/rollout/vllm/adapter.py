@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from jaxrl.errors import ConfigError
 from jaxrl.processes.addresses import bare_host
@@ -41,21 +42,21 @@ class Refused(RuntimeError):
     """A server understood a request and refuses it: a retry does not help."""
 
 
-def version_tuple(text: str) -> tuple[int, int]:
-    """Returns the numbers of the first two dotted parts of a version text, such as (0, 11) of "0.11.2rc1"; 0 for one
-    that is missing or has no digits. All digits of a part count: "0.11rc1" is (0, 111)."""
-    first, second, *_ = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")] + [0, 0]
-    return first, second
-
-
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for vLLM versions newer than the tested ones, else "".
+    """Returns a notice for vLLM versions newer than the tested ones, else "". The first two numbers are compared: a
+    candidate of 0.32, such as "0.32rc1", is as good as 0.32.
 
-    where: the server or interpreter, for messages. Raises ConfigError for versions older than supported."""
-    if version_tuple(text) < OLDEST:
-        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
-                          "supports; upgrade it")
-    if version_tuple(text) > TESTED:
+    text: the version, as PEP 440 spells it. where: the server or interpreter, for messages. Raises ConfigError for
+    versions older than supported and for a text that is no version."""
+    oldest = ".".join(map(str, OLDEST))
+    try:
+        numbers = (*Version(text).release, 0)[:2]
+    except InvalidVersion:
+        raise ConfigError(f"{where}: vLLM {text!r} is no version number, so that its age is not known; install a "
+                          f"release from {oldest} on") from None
+    if numbers < OLDEST:
+        raise ConfigError(f"{where}: vLLM {text} is older than {oldest}, the oldest that jaxrl supports; upgrade it")
+    if numbers > TESTED:
         return f"{where}: vLLM {text} is newer than {'.'.join(map(str, TESTED))}, the newest that jaxrl knows"
     return ""
 
