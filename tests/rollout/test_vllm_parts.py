@@ -26,6 +26,7 @@ from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import families
 from jaxrl.models.io import hf
+from jaxrl.processes import http_server
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
@@ -396,7 +397,33 @@ def test_versions_are_checked(version, what):
 
 def test_prometheus_counters_are_summed_over_engines():
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\nother 1\n'
-    assert adapter.parse_metrics(text)["running"] == 7.0 and adapter.parse_metrics(text)["preemptions"] == 0.0
+    assert adapter.parse_metrics(text) == {"running": 7.0}
+
+
+def test_counters_that_a_server_does_not_report_are_absent(caplog):
+    """Over HTTP: one server has both counters, the other one of them, then no page (401, 500, gone): no sum over one server alone."""
+    page, other = 'vllm:num_requests_running{engine="0"} 3.0\n', http_server.Reply(200, b"", "text/plain")
+    replies = [http_server.Reply(200, f"{page}vllm:num_preemptions_total 2.0\n".encode(), "text/plain"), other]
+    made = [http_server.Server("127.0.0.1", 0, lambda r, i=i: replies[i], lambda r: None).start("metrics") for i in (0, 1)]
+    controls = [adapter.Control(f"http://127.0.0.1:{server.port}", "", 30.0) for server in made]
+    router = SimpleNamespace(replicas=[SimpleNamespace(state="ready", index=i) for i in (0, 1)])
+    engine = SimpleNamespace(router=router, fleet=SimpleNamespace(controls=controls), _warned=False)
+    counters = lambda: VllmEngine._server_counters(engine)  # noqa: E731
+    assert counters() == {}
+    replies[1] = other._replace(body=page.encode())
+    assert counters() == {"running": 6.0} and not caplog.records
+    for status in (401, 500):
+        replies[1] = other._replace(status=status)
+        assert counters() == {}
+    made[1].close()
+    assert counters() == {}
+    (said,) = caplog.messages
+    assert "are missing from the metrics" in said and "/metrics: 401" in said
+    router.replicas[1].state = "dead"
+    assert counters() == {"running": 3.0, "preemptions": 2.0}
+    router.replicas[0].state = "dead"
+    assert counters() == {}
+    made[0].close()
 
 
 # ---- weights on their way -------------------------------------------------------------------------------------------------

@@ -290,7 +290,8 @@ class Control:
         """Closes the HTTP client."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+    def _request(self, method: str, path: str, body: dict | None = None, deadline: float | None = None,
+                 **query) -> httpx.Response:
         limit = self.deadline if deadline is None else deadline
         try:
             reply = self._http.request(method, path, json=body, params=query, timeout=limit)
@@ -301,6 +302,10 @@ class Control:
         if reply.status_code >= 400:
             text = f"{self.url}{path}: {reply.status_code}: {_reason(reply.text)}"
             raise Refused(text) if reply.status_code < 500 else ServerError(text)
+        return reply
+
+    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+        reply = self._request(method, path, body, deadline, **query)
         try:
             return reply.json() if reply.content else {}
         except ValueError:
@@ -473,13 +478,8 @@ class Control:
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:
-        """Returns the engine's counters from its Prometheus page, as `parse_metrics`; all 0 if the server refuses the
-        page. Raises ServerError only if it cannot be reached."""
-        try:
-            text = self._http.get("/metrics").text
-        except httpx.HTTPError as e:
-            raise ServerError(f"{self.url}/metrics: {type(e).__name__}: {e}") from None
-        return parse_metrics(text)
+        """Returns the engine's counters from its Prometheus page, as `parse_metrics`. Raises ServerError or Refused."""
+        return parse_metrics(self._request("GET", "/metrics").text)
 
 
 GAUGES = {
@@ -490,13 +490,13 @@ GAUGES = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Returns a Prometheus page's values by the short names of GAUGES, each summed over engines, 0.0 if the page lacks
-    it."""
-    out = dict.fromkeys(GAUGES.values(), 0.0)
+    """Returns a Prometheus page's values by the short names of GAUGES, each summed over engines, without those that the
+    page lacks."""
+    out: dict[str, float] = {}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in GAUGES:
-            out[GAUGES[name]] += float(line.rpartition(" ")[2])
+            out[GAUGES[name]] = out.get(GAUGES[name], 0.0) + float(line.rpartition(" ")[2])
     return out
 
 
