@@ -122,6 +122,16 @@ class ThreadedEngine(Engine):
         with self._paused() as engine:
             engine.publish(params, version)
 
+    def sleep(self) -> None:
+        """Frees the engine's devices until the next publish, as Engine.sleep."""
+        with self._paused() as engine:
+            engine.sleep()
+
+    def weights_moved(self, params) -> None:
+        """Gives the engine the published weights at their new place, as Engine.weights_moved."""
+        with self._paused() as engine:
+            engine.weights_moved(params)
+
     def unfinished_results(self) -> list[Result]:
         """Returns the finished turns of unfinished requests, as Engine.unfinished_results."""
         with self._paused() as engine:
