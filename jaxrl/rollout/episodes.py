@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.rollout.episode_results import join_results, recorded_turns
 from jaxrl.rollout.protocol import (
     UNFINISHED,
     Engine,
@@ -129,7 +130,7 @@ class EpisodeEngine(Engine):
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
                                  f"a completion within {self.longest}; raise train.max_sequence_tokens")
         self._ids.update(ids)
-        self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
+        self._waiting.extend(Episode(r, recorded_turns(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
         """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
@@ -226,7 +227,7 @@ class EpisodeEngine(Engine):
             recorded = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
             if recorded and episode.first is None:
                 turns, parts = zip(*recorded, strict=True)
-                out.append(_join_results(episode.request, list(parts), turns, UNFINISHED))
+                out.append(join_results(episode.request, list(parts), turns, UNFINISHED))
         return out
 
     def restore_unfinished(self, results: list[Result]) -> None:
@@ -516,12 +517,12 @@ class EpisodeEngine(Engine):
         self._ids.discard(request.id)
         self.engine.forget([str(request.key._replace(turn=k)) for k in range(len(episode.turns))])
         if finish == "abort":
-            self._done.append(_join_results(request, [], [], finish, outcome))
+            self._done.append(join_results(request, [], [], finish, outcome))
             return
-        self._done.append(_join_results(request, episode.parts, episode.turns, finish, outcome))
+        self._done.append(join_results(request, episode.parts, episode.turns, finish, outcome))
         if not self._probed:
             self._probed = True
-            self._start(Episode(dataclasses.replace(request, id=PROBE), _record_of(self._done[-1]),
+            self._start(Episode(dataclasses.replace(request, id=PROBE), recorded_turns(self._done[-1]),
                                 first=self._done[-1]))
 
     # ---- the same actions, the same observations? ------------------------------------------------------------------
@@ -551,44 +552,3 @@ def as_messages(prompt) -> list[dict]:
 
 def _digest(value) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _join_results(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
-    """Returns one result that holds the turns' results."""
-    blank = {"tokens": np.int32, "logprobs": np.float32, "log_kept_mass": np.float32, "versions": np.int32}
-    columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
-               for name, dtype in blank.items()}
-    support = [p.support for p in parts if p.support is not None]
-    return Result(request.id, **columns, finish=finish, seed=request.seed,
-                  support=np.concatenate(support) if support else None, routes=_joined_routes(parts, turns),
-                  turns=tuple(turns), outcome=outcome)
-
-
-def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
-    """Joins the turns' experts; those of a turn's last token come from the next turn, whose prompt contains it."""
-    routes = [p.routes for p in parts if p.routes is not None]
-    if not parts or len(routes) < len(parts):
-        return None
-    out = []
-    for turn, of_part in zip(turns, routes, strict=True):
-        own = len(turn.added) + turn.size
-        out.append(of_part[len(of_part) - own:].copy())
-        if len(out) > 1 and not turn.opens and len(of_part) > own and (out[-2][-1] < 0).all():
-            out[-2][-1] = of_part[-own - 1]
-    return np.concatenate(out)
-
-
-def _record_of(result: Result | None) -> deque:
-    """Returns [(Turn, its part of the result)] of an unfinished episode."""
-    record, at, routed = deque(), 0, 0
-    if result is None:
-        return record
-    for turn in result.turns:
-        part = slice(at, at + turn.size)
-        support = None if result.support is None else result.support[part]
-        own = len(turn.added) + turn.size
-        routes = None if result.routes is None else result.routes[routed:routed + own]
-        record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.log_kept_mass[part],
-                                    result.versions[part], turn.finish, result.seed, support, routes)))
-        at, routed = at + turn.size, routed + own
-    return record
