@@ -113,6 +113,7 @@ class EpisodeEngine(Engine):
         self._probed = env.resume == "restart"  # such an environment is not replayed
         self._logged_causes: set[str] = set()  # causes already logged
         self._version = -1
+        self._closed = False
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
@@ -123,7 +124,8 @@ class EpisodeEngine(Engine):
 
     def submit(self, requests: list[Request]) -> None:
         """Queues episodes. Raises ValueError, queueing none, for a prompt that leaves no room for a completion or an id
-        in use."""
+        in use, RuntimeError if the engine is closed."""
+        self._check_open()
         ids = check_ids(requests, self._ids)
         for request in requests:
             if len(request.prompt) >= self.longest:
@@ -134,8 +136,9 @@ class EpisodeEngine(Engine):
 
     def poll(self, deadline_s: float) -> list[Result]:
         """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
-        poll. Raises RuntimeError if there are episodes and no weights, RunStopped if one shows images that the model or
-        env.image_tokens does not allow, and what the engine of turns raises."""
+        poll. Raises RuntimeError if the engine is closed or has episodes and no weights, RunStopped if one shows images
+        that the model or env.image_tokens does not allow, and what the engine of turns raises."""
+        self._check_open()
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
@@ -157,7 +160,9 @@ class EpisodeEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends episodes (None = all); the next poll returns each as "abort", without tokens."""
+        """Ends episodes (None = all); the next poll returns each as "abort", without tokens. Raises RuntimeError if the
+        engine is closed."""
+        self._check_open()
         gone = self._ids if ids is None else self._ids.intersection(ids)
         begun = [e for e in self._begun.values() if e.request.id in gone]
         self.pool.cancel([e.request.id for e in begun])
@@ -178,13 +183,17 @@ class EpisodeEngine(Engine):
             self._take(self.engine.poll(0.0))  # so that their ids are free
 
     def hold(self, on: bool) -> None:
-        """Prevents new episodes from starting while on; with env.publish=turn also new turns."""
+        """Prevents new episodes from starting while on; with env.publish=turn also new turns. Raises RuntimeError if
+        the engine is closed."""
+        self._check_open()
         self._held = on
         if self.env.publish == "turn":
             self.engine.hold(on)
 
     def publish(self, params: Any, version: int) -> None:
-        """Gives the engine of turns new weights; running episodes go on under them."""
+        """Gives the engine of turns new weights; running episodes go on under them. Raises RuntimeError if the engine
+        is closed."""
+        self._check_open()
         self.engine.publish(params, version)
         self._version = int(version)
 
@@ -197,29 +206,41 @@ class EpisodeEngine(Engine):
         running = again + sum(e.first is None for e in self._begun.values())
         if self.env.publish == "turn" and self._held:
             running = inner.running
-        return dataclasses.replace(inner, waiting=len(self._waiting) - again, running=running)
+        return dataclasses.replace(inner, ok=inner.ok and not self._closed, closed=inner.closed or self._closed,
+                                   waiting=len(self._waiting) - again, running=running)
 
     def close(self) -> None:
         """Closes the pool of environments and the engine of turns."""
+        self._closed = True
         self.pool.close()
         self.engine.close()
 
     def sleep(self) -> None:
-        """Frees the devices of the engine of turns until the next publish."""
+        """Frees the devices of the engine of turns until the next publish. Raises RuntimeError if the engine is
+        closed."""
+        self._check_open()
         self.engine.sleep()
 
     def weights_moved(self, params: Any) -> None:
-        """Passes the new place of the weights to the engine of turns."""
+        """Passes the new place of the weights to the engine of turns. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         self.engine.weights_moved(params)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the engine of turns."""
+        """Returns the metrics of the engine of turns. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         return self.engine.metrics()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("rollout: the engine is closed")
 
     # ---- a checkpoint -------------------------------------------------------------------------------------------
 
     def unfinished_results(self) -> list[Result]:
-        """Returns the finished turns of unfinished episodes; none with env.resume=restart."""
+        """Returns the finished turns of unfinished episodes; none with env.resume=restart. Raises RuntimeError if the
+        engine is closed."""
+        self._check_open()
         if self.env.resume == "restart":
             return []
         out = []
@@ -231,7 +252,9 @@ class EpisodeEngine(Engine):
         return out
 
     def restore_unfinished(self, results: list[Result]) -> None:
-        """Keeps recorded turns, which are replayed when requests with their ids are submitted."""
+        """Keeps recorded turns, which are replayed when requests with their ids are submitted. Raises RuntimeError if
+        the engine is closed."""
+        self._check_open()
         self._recorded |= {r.id: r for r in results}
 
     # ---- an episode begins --------------------------------------------------------------------------------------

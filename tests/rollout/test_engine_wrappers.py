@@ -10,7 +10,7 @@ import pytest
 import jaxrl
 from jaxrl.config.load import default_config
 from jaxrl.rl.fork_source import CachedEngine
-from jaxrl.rollout import Engine, EngineInfo, Health
+from jaxrl.rollout import Engine, EngineInfo, Health, Key, Request
 from jaxrl.rollout.episodes import EpisodeEngine
 from jaxrl.rollout.threaded import ThreadedEngine
 
@@ -105,3 +105,17 @@ def test_a_method_reaches_the_engine_within(wrapper, name):
         assert name == "poll" or name not in [call[0] for call in within.calls[before:]]
     if name == "metrics":
         assert got == {"within": 1.0}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_closed_engine_refuses(wrapper, name):
+    """Also what would not reach the engine within; `forget` does nothing in an EpisodeEngine."""
+    kind, engine, _ = wrapper
+    engine.close()
+    arguments = ([Request("a", [1], key=Key("train", 0, 0, 0))],) if name == "submit" else ARGUMENTS[name]
+    if name == "health":
+        health = engine.health()
+        assert health.closed and not health.ok
+    elif name != "close" and (kind, name) != (EpisodeEngine, "forget"):
+        with pytest.raises(RuntimeError, match="is closed"):
+            getattr(engine, name)(*arguments)

@@ -191,7 +191,8 @@ class VllmEngine(Engine):
 
     def weights_moved(self, params) -> None:
         """Notes where the published weights are now, possibly in host memory; servers that join receive them from
-        there. Does nothing if this engine has its own copy of them."""
+        there. Does nothing if this engine has its own copy of them. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         if self._copy is None:
             self._params = params
 
