@@ -33,6 +33,7 @@ from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
+from jaxrl.processes.addresses import bare_host, join_host_port
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
@@ -51,8 +52,8 @@ def shares(gpus: list[str], replicas: int, each: int) -> tuple[str, ...]:
 
 def reached_at(host: str) -> tuple[str, str]:
     """Returns (host name in announced URLs, host name for this process) of servers that listen on `host`."""
-    everywhere = host in ("0.0.0.0", "::")
-    here = "127.0.0.1" if everywhere else f"[{host}]" if ":" in host else host
+    everywhere = bare_host(host) in ("0.0.0.0", "::")
+    here = "127.0.0.1" if everywhere else host
     return os.environ.get("JAXRL_SERVE_HOST") or (socket.gethostname() if everywhere else here), here
 
 
@@ -96,8 +97,9 @@ class Host:
         rank = configured_rank(config.lora) if config.lora.publish == "adapter" else 0
         self.servers = OwnServers(config, hf_config, dtype, own, key, lora_rank=rank)
         name, here = reached_at(v.host)
-        self.urls = [f"http://{name}:{port}" for port in self.servers.ports]
-        self.controls = [adapter.Control(f"http://{here}:{port}", key, v.health_seconds) for port in self.servers.ports]
+        self.urls = [f"http://{join_host_port(name, port)}" for port in self.servers.ports]
+        self.controls = [adapter.Control(f"http://{join_host_port(here, port)}", key, v.health_seconds)
+                         for port in self.servers.ports]
         self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=v.replicas)
 
     def look(self) -> bool:

@@ -319,6 +319,9 @@ def test_trls_defaults_by_version():
     vllm = {"num_processes": 8, "use_vllm": True, "vllm_mode": "colocate"}
     of = lambda version: tuple(values(migrated("trl", vllm, version)).get(f"algorithm.mismatch.{n}") for n in ("correction", "cap"))  # noqa: E731
     assert of("0.22") == ("none", None) and of("0.23") == ("token_tis", 2.0) and of("0.26") == ("sequence_mis", 3.0)
+    served = lambda host: {"num_processes": 8, "use_vllm": True, "vllm_mode": "server", "vllm_server_host": host, "vllm_server_port": 8001}  # noqa: E731
+    for host, url in (("::1", "http://[::1]:8001"), ("::", "http://127.0.0.1:8001"), ("gpu7", "http://gpu7:8001")):
+        assert values(migrated("trl", served(host)))["rollout.servers"] == (url,)
     table = table_of("trl")
     assert command.version_of(table, "0.24.1") == "0.23"
     assert command.version_of(table, "1.9.2") == "1.9" and command.version_of(table, "1.13") == "1.10"

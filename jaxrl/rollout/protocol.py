@@ -333,7 +333,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Frees everything; any later call except `health` raises RuntimeError."""
+        """Frees everything. A second call does nothing. Any other later call, except of `health` and of methods that do
+        nothing, raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
         """Prevents new completions from starting while on; started ones (health().running) are finished. Called only if

@@ -55,6 +55,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.errors import ConfigError
+from jaxrl.processes.addresses import join_host_port
 from jaxrl.service.owners import parse_keys
 
 log = logging.getLogger("jaxrl")
@@ -319,15 +320,13 @@ def serve(server: Server, options: Options) -> None:
     thread.start()
     while not http.started:
         if not thread.is_alive():
-            raise ConfigError(f"--port={options.port}: cannot listen on {options.host}:{options.port}; if another "
-                              "server runs there, choose another port")
+            raise ConfigError(f"--port={options.port}: cannot listen on {join_host_port(options.host, options.port)}; "
+                              "if another server runs there, choose another port")
         thread.join(0.05)
     port = http.servers[0].sockets[0].getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"export TINKER_BASE_URL=http://{host}:{port}\nexport TINKER_API_KEY=tml-local TINKER_TELEMETRY=0",
-          flush=True)
-    log.info("ready: %s at http://%s:%d, sequences of up to %d tokens", ", ".join(server.names), host, port,
-             options.max_length)
+    url = f"http://{join_host_port(options.host, port)}"
+    print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY=tml-local TINKER_TELEMETRY=0", flush=True)
+    log.info("ready: %s at %s, sequences of up to %d tokens", ", ".join(server.names), url, options.max_length)
     try:
         server.worker.serve()
     finally:

@@ -8,6 +8,7 @@ import re
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.table import Migration
+from jaxrl.processes.addresses import join_host_port
 
 # names of models that have experts
 EXPERTS = r"(?i)[-_]a\d+(\.\d+)?b\b|moe|mixtral|gpt-oss|deepseek-(v[23]|r1(?!-distill))|moonlight|kimi"
@@ -311,10 +312,10 @@ def engine(m: Migration):
     if m.text("vllm_server_base_url"):
         m.set("rollout.servers", (m.text("vllm_server_base_url"),), "vllm_server_base_url")
     elif m.given("vllm_server_host"):
-        host = "127.0.0.1" if host == "0.0.0.0" else host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         m.set(
             "rollout.servers",
-            (f"http://{host}:{m.integer('vllm_server_port')}",),
+            (f"http://{join_host_port(host, m.integer('vllm_server_port'))}",),
             "vllm_server_host",
             "vllm_server_port",
         )

@@ -349,8 +349,8 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
       model, params: what is exported, one tensor in host memory at a time; adapters merged (models.adapters.merged).
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or float64, float32, float16,
-        bfloat16 or short: fp64, bf16. `fixed` and `wide` rows: fp32 or better, unless "auto" finds several dtypes.
+      dtype: "auto" (each tensor as the source stored it; fp32 without a source) or fp64, fp32, fp16, bf16 or long:
+        float64. `fixed` and `wide` rows: fp32 or better, unless the source's narrower dtype has their values exactly.
       tokenizer: HF tokenizer to save beside, or None.
       shard_gb: largest file in GB (1e9 bytes); a larger tensor is alone in one.
       eos_ids: token ids that end a completion; those the source did not name are written too.
@@ -413,9 +413,9 @@ def _within(source, config) -> dict:
 
 def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:
     """Returns the tensors to write, in the order of the layers, and the dtype name for config.json."""
-    source = hf_config.get(SOURCE, {})
-    own = {}
-    if isinstance(dtype, str) and dtype == "auto":
+    source, own = hf_config.get(SOURCE, {}), {}
+    as_stored = isinstance(dtype, str) and dtype == "auto"
+    if as_stored:
         main = tensorfile.DTYPES[source.get("dtype", "F32")]
         own = {name: tensorfile.DTYPES[code] for name, code in source.get("other_dtypes", {}).items()}
         own = parts.spread(model, fused.spread(model, own))
@@ -427,9 +427,11 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
     for entry in model.entries:
         array, lead = _Once(entry.of(params)), entry.stacked - entry.row.stacked
         for index, name in zip(entry.indices, entry.hf_names, strict=True):
-            kind = own.get(name, main if own else entry.dtype(main))
-            planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
-                _host, entry, of_layer, array, index[:lead], index[lead:], kind)))
+            get = functools.partial(_host, entry, of_layer, array, index[:lead], index[lead:])
+            kind = own.get(name, main)
+            if kind != (least := entry.dtype(kind)) and not (as_stored and _holds(kind, get(least))):
+                kind = least
+            planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(get, kind)))
     if model.config.tied and source.get("head") and not isinstance(model, ValueModel):
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
@@ -474,6 +476,11 @@ def _host(entry, of_layer, array, layer, index, dtype):
     with all of them.
     """
     return entry.to_hf(of_layer(array, layer)[index].astype(dtype))
+
+
+def _holds(dtype, values) -> bool:
+    """Returns whether a dtype has all of these numbers exactly; equal NaNs count as equal."""
+    return np.array_equal(values.astype(dtype).astype(values.dtype), values, equal_nan=True)
 
 
 def _special_ids(eos_ids, tokenizer) -> dict:

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from jaxrl.errors import ConfigError
+from jaxrl.processes.addresses import bare_host
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, IMAGE_TOKENS, KEY, PROTOCOL, Guard
@@ -40,21 +42,21 @@ class Refused(RuntimeError):
     """A server understood a request and refuses it: a retry does not help."""
 
 
-def version_tuple(text: str) -> tuple[int, int]:
-    """Returns the numbers of the first two dotted parts of a version text, such as (0, 11) of "0.11.2rc1"; 0 for one
-    that is missing or has no digits. All digits of a part count: "0.11rc1" is (0, 111)."""
-    first, second, *_ = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")] + [0, 0]
-    return first, second
-
-
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for vLLM versions newer than the tested ones, else "".
+    """Returns a notice for vLLM versions newer than the tested ones, else "". The first two numbers are compared: a
+    candidate of 0.32, such as "0.32rc1", is as good as 0.32.
 
-    where: the server or interpreter, for messages. Raises ConfigError for versions older than supported."""
-    if version_tuple(text) < OLDEST:
-        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
-                          "supports; upgrade it")
-    if version_tuple(text) > TESTED:
+    text: the version, as PEP 440 spells it. where: the server or interpreter, for messages. Raises ConfigError for
+    versions older than supported and for a text that is no version."""
+    oldest = ".".join(map(str, OLDEST))
+    try:
+        numbers = (*Version(text).release, 0)[:2]
+    except InvalidVersion:
+        raise ConfigError(f"{where}: vLLM {text!r} is no version number, so that its age is not known; install a "
+                          f"release from {oldest} on") from None
+    if numbers < OLDEST:
+        raise ConfigError(f"{where}: vLLM {text} is older than {oldest}, the oldest that jaxrl supports; upgrade it")
+    if numbers > TESTED:
         return f"{where}: vLLM {text} is newer than {'.'.join(map(str, TESTED))}, the newest that jaxrl knows"
     return ""
 
@@ -135,13 +137,13 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
     rollout.vllm.env has VLLM_USE_V2_MODEL_RUNNER=1."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
-        "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
-        "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
-        "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching and not recurrent,
-        "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
-        "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
-        "enable-sleep-mode": config.rollout.placement == "colocated" or None,
+        "model": model_folder, "host": bare_host(v.host), "port": port, "tokens-only": True,
+        "skip-tokenizer-init": True, "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype,
+        "max-model-len": length, "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel,
+        "max-num-seqs": v.max_running, "gpu-memory-utilization": memory_fraction(config),
+        "enable-prefix-caching": v.prefix_caching and not recurrent, "enable-chunked-prefill": v.chunked_prefill,
+        "uvicorn-log-level": "warning", "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "generation-config": "vllm", "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
     if routes := config.algorithm.routes == "sampled":
         flags["enable-return-routed-experts"] = True
@@ -288,7 +290,8 @@ class Control:
         """Closes the HTTP client."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+    def _request(self, method: str, path: str, body: dict | None = None, deadline: float | None = None,
+                 **query) -> httpx.Response:
         limit = self.deadline if deadline is None else deadline
         try:
             reply = self._http.request(method, path, json=body, params=query, timeout=limit)
@@ -299,6 +302,10 @@ class Control:
         if reply.status_code >= 400:
             text = f"{self.url}{path}: {reply.status_code}: {_reason(reply.text)}"
             raise Refused(text) if reply.status_code < 500 else ServerError(text)
+        return reply
+
+    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+        reply = self._request(method, path, body, deadline, **query)
         try:
             return reply.json() if reply.content else {}
         except ValueError:
@@ -471,13 +478,8 @@ class Control:
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:
-        """Returns the engine's counters from its Prometheus page, as `parse_metrics`; all 0 if the server refuses the
-        page. Raises ServerError only if it cannot be reached."""
-        try:
-            text = self._http.get("/metrics").text
-        except httpx.HTTPError as e:
-            raise ServerError(f"{self.url}/metrics: {type(e).__name__}: {e}") from None
-        return parse_metrics(text)
+        """Returns the engine's counters from its Prometheus page, as `parse_metrics`. Raises ServerError or Refused."""
+        return parse_metrics(self._request("GET", "/metrics").text)
 
 
 GAUGES = {
@@ -488,13 +490,13 @@ GAUGES = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Returns a Prometheus page's values by the short names of GAUGES, each summed over engines, 0.0 if the page lacks
-    it."""
-    out = dict.fromkeys(GAUGES.values(), 0.0)
+    """Returns a Prometheus page's values by the short names of GAUGES, each summed over engines, without those that the
+    page lacks."""
+    out: dict[str, float] = {}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in GAUGES:
-            out[GAUGES[name]] += float(line.rpartition(" ")[2])
+            out[GAUGES[name]] = out.get(GAUGES[name], 0.0) + float(line.rpartition(" ")[2])
     return out
 
 

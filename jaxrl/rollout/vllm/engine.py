@@ -61,7 +61,7 @@ class VllmEngine(Engine):
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._copy = self._here = None  # of a policy that is spread over processes
         self._version, self._params, self._synced = -1, None, False
-        self._closed = self._asleep = False
+        self._closed = self._asleep = self._warned = False  # warned: that counters are missing
         self._ids: set[str] = set()  # of unfinished requests
         first = self.group.index * options.replicas  # several processes may share a host
         rank = required_rank(context.model.adapter)
@@ -191,7 +191,8 @@ class VllmEngine(Engine):
 
     def weights_moved(self, params) -> None:
         """Notes where the published weights are now, possibly in host memory; servers that join receive them from
-        there. Does nothing if this engine has its own copy of them."""
+        there. Does nothing if this engine has its own copy of them. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         if self._copy is None:
             self._params = params
 
@@ -282,20 +283,37 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """Returns engine/...: counts of servers and requests since the start, and the servers' counters, summed over
-        the ready ones; publish/...: of the last publish, its seconds, gb_per_second (1e9 bytes per second; both 0
-        before the first) and probe, the mean absolute log-prob gap in nats (NaN before the first)."""
+        """Returns engine/...: counts of servers and requests since the start, and the servers' counters
+        (`_server_counters`); publish/...: of the last publish, its seconds, gb_per_second (1e9 bytes per second; both 0
+        before the first) and probe, the mean absolute log-prob gap in nats (NaN before the first). Raises RuntimeError
+        if the engine is closed."""
+        self._check_open()
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))
         found.update({name: self.router.counts[name] for name in counted})
-        for replica in self.router.replicas:
-            if replica.state == "ready":
-                with contextlib.suppress(adapter.ServerError):
-                    found.update(self.fleet.controls[replica.index].gauges())
+        found.update(self._server_counters())
         seconds, size = self.publisher.last_publish["seconds"], self.publisher.last_publish["bytes"]
         return {f"engine/{name}": float(value) for name, value in found.items()} | {
             "publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds if seconds else 0.0,
             "publish/probe": self.publisher.last_probe}
+
+    def _server_counters(self) -> dict[str, float]:
+        """Returns the counters (adapter.GAUGES) that every ready server reports, summed over these servers; {} if the
+        page of one cannot be read, of which it warns once: a sum over the others would look like a fall."""
+        pages: list[dict[str, float]] = []
+        for replica in self.router.replicas:
+            if replica.state != "ready":
+                continue
+            try:
+                pages.append(self.fleet.controls[replica.index].gauges())
+            except (adapter.ServerError, adapter.Refused) as e:
+                if not self._warned:
+                    log.warning("vLLM's counters (engine/running, engine/preemptions, ...) are missing from the "
+                                "metrics of steps at which a server does not report them: %s", e)
+                self._warned = True
+                return {}
+        names = [name for name in adapter.GAUGES.values() if pages and all(name in page for page in pages)]
+        return {name: sum(page[name] for page in pages) for name in names}
 
     def close(self) -> None:
         """Ends requests and our servers and frees everything; safe to call twice."""

@@ -21,6 +21,13 @@ def server_folder(servers) -> Path | None:
     return Path(servers[0]) if len(servers) == 1 and servers[0][:1] in ("/", ".") else None
 
 
+def url_host(url: str) -> str:
+    """Returns the host of http://host:port or https://host:port, an IPv6 address in its brackets; "" for another
+    text."""
+    address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
+    return address[1] if address else ""
+
+
 def read_urls(folder: Path) -> list[str]:
     """Returns the URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
     files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []

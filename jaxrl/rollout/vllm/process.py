@@ -12,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from jaxrl.processes.addresses import address_family, bare_host
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.vllm_plugin import OWNER, start_time
 
@@ -21,7 +22,8 @@ LOG_BYTES = 64_000_000  # of a log, and of the previous part
 
 def free_port(host: str) -> int:
     """Returns a TCP port of a host that is free now; it is not reserved, and another program may take it."""
-    with socket.socket() as s:
+    host = bare_host(host)
+    with socket.socket(address_family(host)) as s:
         s.bind((host, 0))
         return s.getsockname()[1]
 

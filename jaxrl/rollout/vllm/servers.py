@@ -14,6 +14,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.families import FAMILIES, IMAGES, family_of
 from jaxrl.models.io.hf import SOURCE
+from jaxrl.processes.addresses import join_host_port
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost
@@ -58,7 +59,7 @@ class OwnServers:
         self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
         write_model_folder(folder / "model", hf_config)
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
-        self.urls = [f"http://{v.host}:{port}" for port in self.ports]
+        self.urls = [f"http://{join_host_port(v.host, port)}" for port in self.ports]
         self.restarts, self._silent = [0] * v.replicas, [0] * v.replicas
         self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has replied since its start
         self.processes: list[ServerProcess] = []

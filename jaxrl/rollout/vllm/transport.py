@@ -29,6 +29,7 @@ import numpy as np
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.processes import http_server
+from jaxrl.processes.addresses import bare_host, join_host_port
 from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.vllm_plugin import Nccl
 
@@ -195,15 +196,16 @@ class Network(Stream):
     """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
     made for this run.
 
-    host: address under which servers reach this process."""
+    host: address under which servers reach this process, an IPv6 address with or without brackets."""
 
     name = "network"
 
     def __init__(self, host: str):
         self.key, self._count = secrets.token_urlsafe(32), 0
         self._chunks: dict[str, bytearray] = {}
-        self._server = http_server.Server(host, 0, self._answer, self._admit, connections=CONNECTIONS).start("weights")
-        self.address = f"{host}:{self._server.port}"
+        made = http_server.Server(bare_host(host), 0, self._answer, self._admit, connections=CONNECTIONS)
+        self._server = made.start("weights")
+        self.address = join_host_port(host, self._server.port)
 
     def _admit(self, request: http_server.Request) -> http_server.Reply | None:
         return None if request.has_key(self.key) else http_server.error(401, "the key of this run is missing or wrong")
