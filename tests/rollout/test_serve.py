@@ -56,6 +56,7 @@ def test_an_ipv6_address_has_brackets_in_urls_alone(tmp_path, monkeypatch, host)
     monkeypatch.setenv("VLLM_API_KEY", "k")
     monkeypatch.setenv("JAXRL_SERVE_HOST", "fd00::7")
     monkeypatch.setattr(servers, "ServerProcess", lambda command, env, log_file: command)
+    monkeypatch.setattr(servers, "free_port", lambda host: 8123)  # a machine may lack IPv6
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
     made = serve.Host(runnable(rollout__vllm__host=host), tmp_path / "servers", tmp_path / "own")
     port, command = made.servers.ports[0], made.servers.processes[0]
