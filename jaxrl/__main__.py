@@ -17,7 +17,8 @@ import jaxrl
 
 
 class Program(NamedTuple):
-    """A program of the command. module: has main(argv) -> exit status. mode: run.mode that it sets."""
+    """A program of the command `jaxrl`. module: its import path, with main(argv) -> exit status. what: its line in the
+    usage. mode: the run.mode that it sets; "" = none."""
 
     module: str
     what: str
@@ -46,7 +47,7 @@ example: jaxrl train --config=grpo --config.optimizer.lr=1e-5
 
 
 def command() -> None:
-    """Runs what the command line says, and ends the process."""
+    """Runs the program that the command line names and ends the process with its exit status; 2 for an unknown one."""
     argv = sys.argv[1:]
     first = argv[0] if argv else "--help"
     if first in ("-h", "--help", "help"):
@@ -66,8 +67,8 @@ def command() -> None:
 
 
 def run(main: Callable, argv: list[str] | None = None) -> int:
-    """The exit status of a program; 141, as of SIGPIPE and without a traceback, where the reader of its output
-    has gone (`| head`)."""
+    """Runs main(argv) and returns its exit status (0 for None); 141, as of SIGPIPE and without a traceback, if the
+    reader of standard output has gone (`| head`)."""
     try:
         try:
             return main(argv) or 0
@@ -81,14 +82,14 @@ def run(main: Callable, argv: list[str] | None = None) -> int:
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
+    """Returns whether standard output is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def unknown(name: str) -> str:
-    """The message for a program that does not exist."""
+    """Returns the message for a program that does not exist: the nearest name, or all names."""
     if name.partition(":")[0].endswith(".py"):
         return f"{name}: a config is given as jaxrl train --config={name}"
     near = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)

@@ -47,19 +47,19 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
           callbacks: Any = (),
           env: Callable | str | None = None, tools: Sequence[Callable | str] | Callable | str | None = None,
           **unknown: Never) -> dict:
-    """Runs the job a config describes and returns the content of its summary.json.
+    """Runs the job a config describes, in run.dir (default runs/<recipe>), and returns the content of its summary.json.
 
         jaxrl.train({"train.steps": 50}, model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[reward])
 
     Arguments override the options of the same meaning. The same call resumes; it refuses other rows or tokenizers.
+    With run.mode=plan the plan is returned, with certify the verdicts of certify.json.
 
     Args:
-      config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (which are GRPO's); or a ConfigDict from
-        `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny').
+      config: options by name, {"optimizer.lr": 1e-6}, on top of the defaults (GRPO's); None = the defaults; or a
+        ConfigDict of `load_config` or `default_config`; or the name of a config ('grpo', 'configs/grpo.py:tiny').
       rewards: reward functions `(prompt, completion, **columns) -> float | None`, or names of built-in ones.
-      model: a Hugging Face folder or hub id.
       data: rows to train on, a list of dicts or a datasets.Dataset; or a path or hub id.
-      tokenizer: one of transformers, or a folder or hub id.
+      model: a Hugging Face folder or hub id. tokenizer: one of transformers, or a folder or hub id.
       eval: rows to evaluate, or a dict of such sets by name.
       callbacks: functions called with a `jaxrl.Step` after each line of metrics, and objects with any of the hooks
         on_step, on_evaluation, on_save, on_end; one or a sequence. Called on process 0; `step.stop()` ends the run.
@@ -67,7 +67,7 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
       tools: plain typed functions that the model may call, or their names.
 
     Raises:
-      ConfigError: before any device work, naming field, value and remedy of every problem.
+      ConfigError: names field, value and remedy; every problem of the options at once, before any device work.
       RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
       SystemExit: the warm-start job (run.warm_start) was stopped on request; the same call resumes it.
     """

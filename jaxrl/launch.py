@@ -30,7 +30,7 @@ NOT_RETRIED = (2, 130)  # an invalid config, Ctrl-C
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the command line. Returns (options of the launcher, arguments of the processes).
 
-    Exits with status 2 and a message for wrong options, or if nothing stands after `--`.
+    Exits with status 2 and a message for wrong options, or if there is nothing after `--`; with 0 after --help.
     """
     parser = argparse.ArgumentParser(prog="jaxrl launch", description=(__doc__ or "").split("\n\n")[0],
                                      epilog="After `--`: the flags of jaxrl train, or a script with its own.")
@@ -65,7 +65,7 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
     """Returns the environment of every process: coordinator, rank, and its devices and threads.
 
     GPUs are split evenly unless --devices says how many each gets; without GPUs each has --devices CPU devices (1 by
-    default). --env is set last and wins. Raises SystemExit if there are fewer GPUs than requested.
+    default). --env is set last and wins. Raises SystemExit if there are fewer GPUs than requested, or than processes.
 
     options: of `parse`. port: of the coordinator, on this machine.
     """
@@ -102,10 +102,10 @@ def visible_gpus(environ) -> list[str]:
 
 
 class Group:
-    """The processes of one attempt, started by the constructor on a free port.
+    """The processes of one attempt, started by the constructor, with their coordinator at a free port.
 
     Args:
-      options: of the launcher. command: what each process runs.
+      options: of `parse`. command: words that each process runs.
     """
 
     def __init__(self, options, command: list[str]):
@@ -138,7 +138,8 @@ class Group:
                 process.send_signal(number)
 
     def run(self) -> int:
-        """Waits for all processes, killing the rest `grace` seconds after one failed; returns the exit status."""
+        """Waits for all processes, killing the rest `grace` seconds after one failed; returns the exit status: that of
+        the process that failed first, 0 if none did."""
         first, end = None, float("inf")
         while any(p.poll() is None for p in self.processes):
             if first is None and (first := self._first_to_fail()) is not None:
@@ -182,8 +183,8 @@ def say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs `jaxrl launch` with these arguments (default sys.argv); returns its exit status.
 
-    Processes that failed are restarted up to --retries times, except after an invalid config, Ctrl-C or a signal to the
-    launcher.
+    If one fails, all processes are restarted up to --retries times, except after an invalid config, Ctrl-C or a signal
+    to the launcher, which it forwards to them. The status is that of the last attempt.
     """
     options, rest = parse(sys.argv[1:] if argv is None else argv)
     command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"

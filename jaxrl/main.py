@@ -26,7 +26,10 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def main(argv: list[str] | None = None, program: str = "train") -> int:
-    """Runs the job of a command line and returns the exit status. program: train, or the run.mode that it sets."""
+    """Runs the job of a command line, or prints its --help; returns the exit status (see the module), with a message on
+    stderr if it failed. Other exceptions propagate.
+
+    argv: None = sys.argv. program: train, or the run.mode that it sets (eval, plan)."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if (topic := help.requested(argv)) is not None:
@@ -83,7 +86,8 @@ EXIT_SECONDS = 60.0  # limit for threads and atexit functions of libraries
 
 
 def command(argv: list[str] | None = None, program: str = "train") -> None:
-    """Runs `jaxrl train` and `python -m jaxrl.main`: calls main, then ends the process within EXIT_SECONDS.
+    """Runs `jaxrl train`, eval or plan, and `python -m jaxrl.main`: calls main, then ends the process within
+    EXIT_SECONDS. The exit status is main's; 1, with the traceback, after another exception.
 
     Threads and atexit functions of libraries cannot delay the end further: a launcher only restarts ended processes.
     """
@@ -99,7 +103,7 @@ def command(argv: list[str] | None = None, program: str = "train") -> None:
 
 
 def leave_after(seconds: float, status: int) -> None:
-    """Ends the process by force if it still runs after so many seconds."""
+    """Ends the process by force, with this exit status, if it still runs after so many seconds."""
     time.sleep(seconds)
     os.write(2, f"\njaxrl: a library kept the process alive for {seconds:g} s after its end: exit forced\n".encode())
     os._exit(status)

@@ -33,6 +33,7 @@ from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError
 from jaxrl.launch import visible_gpus
+from jaxrl.processes.addresses import bare_host, join_host_port
 from jaxrl.rollout.engines import DTYPES
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.rollout.vllm import adapter
@@ -51,19 +52,19 @@ def shares(gpus: list[str], replicas: int, each: int) -> tuple[str, ...]:
 
 def reached_at(host: str) -> tuple[str, str]:
     """Returns (host name in announced URLs, host name for this process) of servers that listen on `host`."""
-    everywhere = host in ("0.0.0.0", "::")
-    here = "127.0.0.1" if everywhere else f"[{host}]" if ":" in host else host
+    everywhere = bare_host(host) in ("0.0.0.0", "::")
+    here = "127.0.0.1" if everywhere else host
     return os.environ.get("JAXRL_SERVE_HOST") or (socket.gethostname() if everywhere else here), here
 
 
 class Host:
-    """The servers of this host.
+    """The vLLM servers of this host, started by the constructor; `look` watches them.
 
     Args:
-      folder: where they are announced. own: folder for logs and the model's description.
+      config: of the run. folder: where they are announced. own: folder for logs and the model's description.
 
     Raises:
-      ConfigError: no key is set, or there are too few GPUs.
+      ConfigError: no key is set, there are too few GPUs, or the model's config cannot be read.
     """
 
     def __init__(self, config, folder: Path, own: Path):
@@ -96,12 +97,14 @@ class Host:
         rank = configured_rank(config.lora) if config.lora.publish == "adapter" else 0
         self.servers = OwnServers(config, hf_config, dtype, own, key, lora_rank=rank)
         name, here = reached_at(v.host)
-        self.urls = [f"http://{name}:{port}" for port in self.servers.ports]
-        self.controls = [adapter.Control(f"http://{here}:{port}", key, v.health_seconds) for port in self.servers.ports]
+        self.urls = [f"http://{join_host_port(name, port)}" for port in self.servers.ports]
+        self.controls = [adapter.Control(f"http://{join_host_port(here, port)}", key, v.health_seconds)
+                         for port in self.servers.ports]
         self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=v.replicas)
 
     def look(self) -> bool:
-        """Announces servers that came up and restarts those that died or hang; False if none is left."""
+        """Announces servers that came up and restarts those that died, hang or do not come up, at most
+        rollout.vllm.restarts times each; returns False if none is left. Raises EngineLost if a process does not end."""
         processes, seconds = self.servers.processes, self.config.rollout.vllm.health_seconds
         found = self.pool.map(self.servers.look, range(len(processes)), self.controls, [seconds] * len(processes))
         for i, why in enumerate(found):
@@ -123,7 +126,7 @@ class Host:
 
 
 def announce(folder: Path, name: str, url: str) -> None:
-    """Writes a file with the URL, atomically."""
+    """Writes the file `name` with the URL into the folder, atomically; makes the folder if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}"
     temporary.write_text(url + "\n", "utf-8")
@@ -131,7 +134,8 @@ def announce(folder: Path, name: str, url: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status."""
+    """Runs `jaxrl serve` with these arguments (default sys.argv); returns its exit status: 0 after a signal or --help,
+    1 if no server is left, 2 for an invalid config. First argument tinker: runs service.app.main instead."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["tinker"]:
         from jaxrl.service import app

@@ -31,7 +31,8 @@ FINISH = ("stop", "length", "abort")  # values of Trajectories.finish are indice
 
 
 class Sizes(NamedTuple):
-    """Lengths, groups and image patches of Q sequences, which decide the layout."""
+    """Lengths, groups and image patches of Q sequences, which decide the layout. Integer arrays: int64, lengths also
+    int32."""
 
     prompts: np.ndarray      # [Q] tokens of the prompt, which a copy may hold for several sequences
     completions: np.ndarray  # [Q] tokens after it
@@ -41,7 +42,7 @@ class Sizes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the images of one sequence stand, in order of their first tokens."""
+    """The places of the images in one sequence, in order of their first tokens."""
 
     firsts: np.ndarray   # [I] int64: index of the first image token in the sequence
     grids: np.ndarray    # [I, 2] int64: rows and columns of patches
@@ -54,8 +55,9 @@ class Pictures(NamedTuple):
     """The images of a ragged batch: I entries, one for each place where an image stands, ordered by (sequence, first
     token). Of a video each group of frames that one patch holds is an entry.
 
-    Pixels are elsewhere: `patches` reads them, for the rows of one microbatch at a time, as uint8 [patches, width] of
-    each picture that is asked for by number. An image of rows x columns patches has rows * columns / merge^2 tokens.
+    Pixels are elsewhere: `patches` reads those of the pictures with given numbers, for the rows of one microbatch at a
+    time. An image of rows x columns patches has rows * columns / merge^2 tokens. The fields `delays` and `features`
+    may be None.
     """
 
     sequences: np.ndarray  # [I] int64
@@ -72,7 +74,8 @@ class Pictures(NamedTuple):
     # [I] int64: of an entry that goes on a video whose entries follow each other without text, its position in time
     # behind the video's first; -1 elsewhere; None = -1 everywhere
     delays: np.ndarray | None = None
-    # numbers [K] -> of each picture [tokens, (1 + taps) * size], which a role set that keeps them; None = patches count
+    # numbers [K] -> of each picture the tower's features, [tokens, (1 + taps) * size] in the compute dtype, where a
+    # role keeps them (train.image_features); None = the tower computes them from `patches`
     features: Callable[[np.ndarray], list[np.ndarray]] | None = None
 
     @property
@@ -135,7 +138,7 @@ class Pictures(NamedTuple):
         """Returns the images of sequences, in their order; None if there is none.
 
         places: those of each sequence, of a Pictures with one sequence alone. source: has merge, width, patches,
-        window, two_way and frames: a data.images.source.ImageSource or a Pictures.
+        window, two_way and frames: a data.images.source.ImageSource or a Pictures. The result has no `features`.
         """
         own = [(i, one) for i, one in enumerate(places) if one is not None and len(one.firsts)]
         if not own:
@@ -175,7 +178,7 @@ class Trajectories:
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
 
     Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
-    per trajectory without `prefix`.
+    per trajectory without `prefix`. Derived arrays are int64; `trajectory` and `prefix` are never None afterwards.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -241,18 +244,19 @@ class Trajectories:
 
     def total(self, values_T=1) -> np.ndarray:
         """Returns the sum of values over each trajectory's tokens in the loss, [N]; without values the count of these
-        tokens.
+        tokens, int64.
 
-        Nothing is divided. values_T: [T], not read outside the loss.
+        Nothing is divided. values_T: [T], not read outside the loss; sums of floats have their dtype.
         """
         return np.add.reduceat(np.where(self.loss_mask, values_T, 0), self.spans[:-1])
 
     def spread(self, numbers_N) -> np.ndarray:
-        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N]."""
+        """Returns [T]: each trajectory's number at all of its tokens, prompts too. numbers_N: [N], of any dtype, which
+        the result has."""
         return np.repeat(numbers_N, np.diff(self.spans))
 
     def sampled(self) -> list[np.ndarray]:
-        """Returns N int arrays: the indices into [T] of each trajectory's tokens in the loss."""
+        """Returns N int64 arrays: the indices into [T] of each trajectory's tokens in the loss."""
         return np.split(np.flatnonzero(self.loss_mask), np.cumsum(self.total())[:-1])
 
 
@@ -293,7 +297,9 @@ class PackedBatch(flax.struct.PyTreeNode):
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Everything an update changes. `trainable` and `frozen` together are the parameters (disjoint flat dicts)."""
+    """The state of training: parameters, optimizer state and counters. `trainable` and `frozen` together are the
+    parameters: disjoint flat dicts, "path/of/leaf" -> array. An update changes all fields, but of `frozen` only the
+    routers' biases, with a router_bias_rate."""
 
     trainable: Any
     frozen: Any

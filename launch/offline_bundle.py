@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 BASE = """grain==0.2.18 array-record==0.8.6 ml-collections==1.1.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 tensorboardX==2.6.5
 math-verify==0.9.0 latex2sympy2-extended==1.11.0 antlr4-python3-runtime==4.13.2 portpicker==1.6.0 pydantic==2.14.4 pydantic-core==2.50.5
 annotated-types==0.8.0 typing-inspection==0.4.5 tzdata==2026.6""".split()
-IMAGE = "jax absl-py numpy transformers safetensors jinja2 pyarrow rich httpx msgpack torch".split()  # there, with what they need
+IMAGE = "jax absl-py numpy packaging transformers safetensors jinja2 pyarrow rich httpx msgpack torch".split()  # there, with what they need
 LEAST = {"flax": "0.12.12", "optax": "0.2.8", "orbax-checkpoint": "0.12.8"}  # packed, and unpacked where the machine's are older
 VLLM = """vllm==0.32.0 lm-format-enforcer==0.11.3 outlines-core==0.2.14 lark==1.2.2 compressed-tensors==0.17.0 depyf==0.20.0
 fastapi==0.136.3 model-hosting-container-standards==0.1.16 mcp==2.3.0 mcp-types==2.3.0 cachetools==8.0.2 blake3==1.0.11

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.run import heap
 
-SIDE, CALLS = 2048, 10  # 16 MiB an array
+SIDE, CALLS = 2048, 30  # 16 MiB an array
 
 
 def faults_of_calls() -> int:
@@ -41,7 +41,8 @@ def test_temporaries_of_a_call_stay_for_the_next_unless_the_environment_says_oth
         assert out[0] == str(name == "kept")
         counts[name] = int(out[1])
     whole = CALLS * SIDE**2 * 4 // resource.getpagesize()
-    assert counts["set by the user"] > whole > 3 * counts["kept"], counts
+    # Under load a call may begin before the last one has freed its arrays, so that the heap grows by a few more: not by one a call.
+    assert counts["set by the user"] > whole > 2 * counts["kept"], counts
 
 
 def test_only_where_jax_has_cpus_alone(monkeypatch):

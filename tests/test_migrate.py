@@ -19,7 +19,7 @@ from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.models import trained
 from jaxrl.migrate.report import because, left_out, name_of
 from jaxrl.migrate.shell import commands
-from jaxrl.migrate.source import Setting, Source, Unreadable, override
+from jaxrl.migrate.source import Setting, Source, Unreadable, arithmetic, override
 from jaxrl.migrate.systems import SYSTEMS, table_of, tables
 from jaxrl.migrate.table import ANYBODYS, KINDS, MISSING, Migration, Since, names_of
 from jaxrl.resolve.checks.common import check
@@ -319,6 +319,9 @@ def test_trls_defaults_by_version():
     vllm = {"num_processes": 8, "use_vllm": True, "vllm_mode": "colocate"}
     of = lambda version: tuple(values(migrated("trl", vllm, version)).get(f"algorithm.mismatch.{n}") for n in ("correction", "cap"))  # noqa: E731
     assert of("0.22") == ("none", None) and of("0.23") == ("token_tis", 2.0) and of("0.26") == ("sequence_mis", 3.0)
+    served = lambda host: {"num_processes": 8, "use_vllm": True, "vllm_mode": "server", "vllm_server_host": host, "vllm_server_port": 8001}  # noqa: E731
+    for host, url in (("::1", "http://[::1]:8001"), ("::", "http://127.0.0.1:8001"), ("gpu7", "http://gpu7:8001")):
+        assert values(migrated("trl", served(host)))["rollout.servers"] == (url,)
     table = table_of("trl")
     assert command.version_of(table, "0.24.1") == "0.23"
     assert command.version_of(table, "1.9.2") == "1.9" and command.version_of(table, "1.13") == "1.10"
@@ -899,6 +902,17 @@ def test_an_escaped_interpolation_is_its_text(tmp_path, monkeypatch):
     _, _, out = run(tmp_path, json.dumps(tree), name="own.yaml", system="rlinf")
     config = load_config(str(out / "own.py"))
     assert config.data.system_prompt == "Say ${name} $HOME" and config.model.path == os.path.expandvars("$HOME/m")
+
+
+@pytest.mark.parametrize("text", ["${oc.env:}", "${oc.select:}"])
+def test_an_interpolation_that_names_nothing_is_refused(tmp_path, capsys, text):
+    status, _, _ = run(tmp_path, f"trainer: {{total_epochs: '{text}'}}\n", name="job.yaml", system="skyrl")
+    assert status == 2 and f"{text} names nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, want", [("-7 / 2", -3), ("7 / -2", -3), ("-7 % 2", -1), ("7 % -2", 1), ("-8 / 2", -4), ("7 // 2 * (3 - 5)", -6)])
+def test_arithmetic_is_a_shells(text, want):
+    assert arithmetic(text) == want
 
 
 def test_areals_weights_in_bfloat16_are_said():

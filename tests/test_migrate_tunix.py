@@ -178,7 +178,7 @@ def test_the_loss_of_0_1_6_does_not_divide_logits():
 @pytest.mark.parametrize("text, want", [
     ('awk "BEGIN {print 3738 * 1 * 1.0}"', "3738"), ('awk "BEGIN {printf \\"%.0f\\", 0.1 * 3738}"', "374"), ('printf "%.0f" "2.6"', "3"),
     ('awk "BEGIN {\n value = 2 * 0.1;\n if (value < 1) value = 1;\n printf \\"%.0f\\", value;\n}"', "1"), ('awk "{print $1}" rows.txt', None),
-    ('awk "BEGIN {system(\\"rm -rf x\\")}"', None), ('awk "BEGIN {print 1 / 0}"', None)])
+    ('printf "%.2f" "-"', None), ('printf "%.1f" 1.2.3', None), ('awk "BEGIN {system(\\"rm -rf x\\")}"', None), ('awk "BEGIN {print 1 / 0}"', None)])
 def test_arithmetic_of_awk_and_printf(text, want):
     assert computed(text) == want
 

@@ -16,9 +16,9 @@ STOP, LENGTH = FINISH.index("stop"), FINISH.index("length")
 
 
 class Case(NamedTuple):
-    """A batch of N completions with scores and token columns.
+    """A batch of N completions with scores and token columns. traj: the Trajectories, T tokens.
 
-    columns: name -> [T] float64 at the sampled tokens, 0 elsewhere."""
+    columns: name -> [T] float64 at the sampled tokens, 0 elsewhere. baseline: None = there is none."""
 
     traj: Trajectories
     scores: np.ndarray             # [N] float64

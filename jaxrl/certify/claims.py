@@ -39,7 +39,9 @@ class Claim:
     """The result of testing one claim.
 
     Attributes:
-      told: figures, or the reason why it fails or does not apply. case: the smallest counterexample found, JSON-able.
+      name: of CLAIMS. verdict: one of VERDICTS.
+      told: figures, or the reason why it fails or does not apply. case: the smallest counterexample found, JSON-able;
+        None = there is none.
       accepted: certify.accept names the claim.
     """
 
@@ -99,7 +101,7 @@ def table(claims: list[Claim]) -> str:
 
 
 def markdown(title: str, claims: list[Claim]) -> str:
-    """Returns the content of certify.md: a table of the claims, and their counterexamples."""
+    """Returns the content of certify.md under this title: a table of the claims, and their counterexamples as JSON."""
     clean = lambda text: text.replace("|", "\\|").replace("\n", " ")  # noqa: E731
     lines = [f"# {title}", "", "| claim | | verdict | |", "|---|---|---|---|"]
     lines += [f"| {c.name} | {clean(CLAIMS[c.name])} | {c.shown()} | {clean(c.told)} |" for c in claims]
@@ -110,7 +112,8 @@ def markdown(title: str, claims: list[Claim]) -> str:
 
 
 def write(folder: Path, title: str, about: dict, claims: list[Claim]) -> None:
-    """Writes certify.json and certify.md to the folder, atomically. about: further entries of the JSON file."""
+    """Writes the claims to certify.json and certify.md in the folder, each atomically. title: of certify.md. about:
+    further entries of certify.json."""
     told = about | {"claims": [dataclasses.asdict(c) | {"says": CLAIMS[c.name]} for c in claims]}
     write_atomic(folder / "certify.json", dumps(jsonable(told), indent=1) + "\n")
     write_atomic(folder / "certify.md", markdown(title, claims))

@@ -27,8 +27,8 @@ class Loss(NamedTuple):
     """The loss of a config.
 
     Attributes:
-      objective: training.PolicyGradient. weights: case -> {loss term: [T]}, for one optimizer step.
-      advantage: (group `algorithm`, case) -> [T]. reads: token columns that a run passes to the loss.
+      objective: training.PolicyGradient. weights: case -> {loss term: [T] floats}, for one optimizer step.
+      advantage: (group `algorithm`, case) -> [T] floats. reads: token columns that a run passes to the loss.
       turns: whether completions have several turns.
     """
 
@@ -106,7 +106,8 @@ def layouts(case: Case) -> dict[str, dict[str, tuple[Microbatch, ...]]]:
 
 
 class Gradient(NamedTuple):
-    """The loss of an optimizer step and its gradients, float64."""
+    """The loss of an optimizer step and its gradients, float64: with respect to the log-prob and the entropy (nats) of
+    each of the T tokens, 0 where not sampled. `outside`: the largest magnitude in slots without a token."""
 
     value: float
     logp: np.ndarray     # [T] of the sampled tokens
@@ -157,7 +158,7 @@ def example(loss: Loss, lengths, seed: int = 1) -> Case:
     """Builds a batch with random advantages, one per completion, independent of any estimator.
 
     The column "advantage" [T] float64 is normal with mean 0 and deviation 1, 0 except at loss tokens. lengths: tokens
-    of each completion by group."""
+    of each completion by group. seed: of all random numbers."""
     case = batch(lengths, vocab=16, seed=seed, turns=loss.turns)
     draw = np.random.default_rng(seed + 7).normal(size=case.traj.num_trajectories)
     columns = case.columns | {"advantage": np.where(case.traj.loss_mask, case.traj.spread(draw), 0.0)}
@@ -191,7 +192,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 def unchanged(loss: Loss, claim: str) -> str:
     """Tests the claim `microbatches`, `packing` or `padding`. Raises Broken with the smallest case that fails.
 
-    Tries the largest case first.
+    Tries the largest case first; within EXACT there, the claim holds. Returns the largest difference as text.
     """
     program, worst = programs(loss), 0.0
     with jax.enable_x64(True):

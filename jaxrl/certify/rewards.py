@@ -35,7 +35,8 @@ HOSTILE = {
 
 
 def items_of(examples, item) -> list:
-    """Makes right, wrong and unfinished completions of each row. item: (example, text, number) -> RewardItem."""
+    """Makes four completions of each row, right, wrong and unfinished ones. item: (example, text, number from 0) ->
+    RewardItem."""
     out = []
     for example in examples:
         answer = "" if example.answer is None else str(example.answer)

@@ -43,9 +43,11 @@ MOST_ROWS = 256  # that are read to find them
 
 
 def run(config, inputs=None) -> dict:
-    """Tests every claim, writes certify.json and certify.md to run.dir, and returns the content of certify.json.
+    """Tests every claim, writes certify.json and certify.md to run.dir, and returns the content of certify.json (of
+    each claim without "says", its text).
 
-    `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller.
+    `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller; None =
+    there are none.
 
     Raises ConfigError if run.dir is not a writable folder."""
     started, folder = time.monotonic(), Path(config.run.dir)
@@ -99,7 +101,9 @@ def loss_of(base: Base) -> losses.Loss:
 
 
 def of_update(base: Base, loss: losses.Loss, spec) -> dict:
-    """Returns the name of a claim -> the function that tests it, for loss, advantages and update."""
+    """Returns the name of a claim -> the function that tests it, for loss, advantages and update.
+
+    base: the tiny job. loss: of `loss_of`. spec: Spec of the config that is certified."""
     both = lambda *checks: lambda: "; ".join([check() for check in checks])  # noqa: E731
     layouts = {name: both(lambda name=name: losses.unchanged(loss, name), lambda name=name: base.unchanged(name))
                for name in ("microbatches", "packing", "padding")}
@@ -118,14 +122,18 @@ def of_update(base: Base, loss: losses.Loss, spec) -> dict:
 
 
 class Rewards:
-    """Reward functions in their workers and completions of the first rows, opened when the first claim needs them."""
+    """Reward functions in their workers and completions of the first rows, opened when the first claim needs them.
+
+    config: the whole config. inputs: PythonInputs of the caller, or None. stack: closes the workers."""
 
     def __init__(self, config, inputs, stack: contextlib.ExitStack):
         self.config, self.inputs, self.stack = config, inputs, stack
         self._ready = self._reason = None
 
     def ready(self) -> Any:
-        """Returns (score, items, one item). Raises NotApplicable without reward functions or readable data."""
+        """Returns (score: RewardItems -> RewardResult, the items of rewards.items_of, the first of them).
+
+        Raises NotApplicable without reward functions that run in workers, or without readable data."""
         if self._reason is None and self._ready is None:
             try:
                 self._ready = self._open()
@@ -168,7 +176,8 @@ class Rewards:
 
 
 def small_data(config):
-    """Returns the config limited to its first rows, with the tokenizer of its warm start if it names none."""
+    """Returns the config limited to its first MOST_ROWS rows, with the tokenizer of its warm start if it names neither
+    tokenizer nor model."""
     c = editable(config)
     c.data.max_rows = min(c.data.max_rows or MOST_ROWS, MOST_ROWS)
     if c.run.warm_start and not (c.model.tokenizer or c.model.path):
@@ -178,7 +187,7 @@ def small_data(config):
 
 
 def of_rewards(opened: Rewards) -> dict:
-    """Returns the name of a claim -> the function that tests it, for rewards."""
+    """Returns the name of a claim -> the function that tests it, for the opened Rewards."""
     return {"reward_twice": lambda: rewards.twice(*opened.ready()[:2]),
             "reward_columns": lambda: rewards.columns(*opened.ready()[:2]),
             "reward_rows": lambda: rewards.rows(*opened.ready()[:2]),

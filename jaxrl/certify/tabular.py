@@ -40,7 +40,8 @@ UNBIASED = {"advantage": ("outcome", "returns", "turn"), "advantage_std": ("none
 
 
 class Policy(NamedTuple):
-    """A policy of three tokens by state, its reference, and the scores of the seven completions."""
+    """A policy of three tokens by state, its reference (logits, float64), and the scores (float64) of the seven
+    completions ANSWERS."""
 
     theta: np.ndarray   # [3, 3]
     ref: np.ndarray     # [3, 3]

@@ -38,9 +38,10 @@ MESHES = {"dp=2": (2, {"dp": 2}), "fsdp=2": (2, {"fsdp": 2}), "tp=2": (2, {"tp":
 
 
 def small(config, folder: Path):
-    """Returns the config with a tiny model and short completions on one device; options of loss and update stay.
+    """Returns the config with a tiny model and short completions on one device; other options of loss and update stay.
 
-    folder: run.dir of the tiny job."""
+    It computes in fp32, has at most 2 epochs and minibatches, and no LoRA, router terms, optimizer groups, offload,
+    replayed routes and sampled support. folder: run.dir of the tiny job."""
     c, fresh = editable(config), default_config()
     for group in ("model", "lora", "mesh", "checkpoint", "record", "faults", "env", "profile", "launch"):
         c[group] = fresh[group]
@@ -204,7 +205,10 @@ LAYOUTS = {"microbatches": {"with one row in each microbatch": {"tokens": ROW},
 
 
 class Base:
-    """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims."""
+    """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims and
+    return what was found, as text.
+
+    config: the config to certify. folder: for checkpoints."""
 
     def __init__(self, config, folder: Path):
         self.config, self.folder, self.tiny = config, folder, Tiny(config, folder)

@@ -165,9 +165,9 @@ class Checkpointer:
     def save(self, step: int, arrays, host: dict) -> bool:
         """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already.
 
-        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; a
-        later failure is logged, and raised by the next call. Synchronous: returns after the commit. One save runs at
-        a time; a second waits for the first.
+        Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; if
+        the disk fails later, that is logged and counted (`failed_since_last_call`), and the next call raises any other
+        failure. Synchronous: returns after the commit. One save runs at a time; a second waits for the first.
 
         Args:
           arrays: pytree of jax or numpy arrays (empty containers and NamedTuples allowed; no None, no typed keys).
@@ -176,8 +176,7 @@ class Checkpointer:
         Raises:
           SavesFailed: the third failed save in a row; SaveTimeout: the previous save does not end.
           TypeError: a leaf that cannot be saved, by name.
-          Any other background failure since the last call.
-        """
+          Any other background failure since the last call."""
         self.wait()
         if self._peers.first:
             self._set_aside_stale()
@@ -262,7 +261,8 @@ class Checkpointer:
                 f"{self.newest()}. Once it does, rerun the same command to resume from there")
 
     def check(self) -> None:
-        """Raises a background failure, if there was one. Costs nothing; call it every step while `unchecked`."""
+        """Raises a background failure, if there was one, and SaveTimeout if a save hangs. Costs nothing; call it every
+        step while `unchecked`."""
         runs = self._thread is not None and self._thread.is_alive()  # asked before its error is read
         self.unchecked = runs or self._failures > self._failures_reported
         error, self._error = self._error, None
@@ -364,7 +364,8 @@ class Checkpointer:
         return self.directory / f"{step:08d}"
 
     def prune(self) -> None:
-        """Deletes the oldest checkpoints beyond checkpoint.keep, except the best one and those still to be uploaded."""
+        """Deletes the oldest checkpoints beyond checkpoint.keep (0 = none), except the best one and the newest
+        checkpoint.keep of those still to be uploaded."""
         keep = self._options.keep
         old = checkpoints_in(self.directory)[:-keep] if keep > 0 else []
         old = [path for path in old if int(path.name) != self.best]
@@ -462,8 +463,7 @@ class Checkpointer:
 
     def read(self, step: int, abstract):
         """Returns the arrays of this run's checkpoint of a step, as `abstract` (see `restore`) describes them; all
-        processes call it. Raises CheckpointError if it is missing or damaged.
-        """
+        processes call it. Raises CheckpointError if it is missing or damaged, or its arrays differ from `abstract`."""
         path = self.path_of(step)
 
         def trouble() -> str:

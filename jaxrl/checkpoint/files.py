@@ -140,9 +140,8 @@ def verify(path: Path) -> None:
 
 
 def disk_trouble(error: BaseException | None) -> str:
-    """Returns the disk's error message if a failure is the disk's (an OSError, or TensorStore's text
-    for one), else "".
-    """
+    """Returns the disk's error message if a failure, or one that caused it, is the disk's (an OSError of DISK_TROUBLE,
+    or TensorStore's text for one), else ""."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
             return first_line(error)

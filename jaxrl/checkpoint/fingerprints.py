@@ -25,7 +25,7 @@ BLOCK, BLOCKS = 4096, 64  # sampled blocks of a weights file: bytes of each, and
 
 
 def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=None) -> dict:
-    """Compares the run's inputs across processes and with the checkpoint.
+    """Compares the run's inputs across processes and, with run.mode=train, with the checkpoint. Collective.
 
     Returns what the next checkpoint stores: {"prints": fingerprints, "commits": of the hub, "code": of rewards and
     environments, "began": initial weights; "day": the chat template's, if it writes one}. Other code than the
@@ -73,8 +73,8 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
-    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference
-    that is read again, a local teacher.
+    """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
+    read again, a local teacher. Raises ConfigError if weights cannot be found.
 
     inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
@@ -94,7 +94,8 @@ def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
 
 
 def reference_print(config) -> str:
-    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N"."""
+    """Returns the fingerprint of the reference's initial weights (see weights_print); for a random policy "seed N".
+    Raises ConfigError if there are no such weights."""
     path, revision = _reference(config)
     field = "reference.path" if config.reference.path else "model.path"
     return weights_print(path, revision, field) if path else f"seed {config.run.seed}"
@@ -103,7 +104,8 @@ def reference_print(config) -> str:
 def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
     """Returns name -> hash (weights_print) of the weights that every process reads its part of when a run begins.
 
-    They are those of the policy and of a critic with a path. missing: leave out those that are gone."""
+    They are those of the policy and of a critic with a path. missing: leave out those that are gone; else they raise
+    ConfigError or OSError."""
     critic, out = config.critic, {}
     named = {"weights of the policy": _policy(config),
              "weights of the critic": (critic.path, critic.revision, "critic.path")}
@@ -119,9 +121,8 @@ def weights_of_hosts(config, missing: bool = False) -> dict[str, str]:
 def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
     """Returns the hub commits that were read, name -> [40 hex digits]; checkpoints store them.
 
-    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local
-    folders are left out.
-    """
+    Names are model, tokenizer, reference, critic, teacher, "training data" and "eval set <name>"; local folders are
+    left out. train_set, eval_sets: as of `fingerprints`."""
     m = config.model
     named = {"model": (m.path, m.revision), "tokenizer": (m.tokenizer or m.path, jaxrl_data.tokenizer_revision(config)),
              "reference": (config.reference.path, config.reference.revision),
@@ -136,8 +137,9 @@ def commits(config, train_set, eval_sets) -> dict[str, list[str]]:
 def weights_print(path: str, revision: str | None, field: str = "model.path") -> str:
     """Returns a hash (16 hex digits) of the *.safetensors files of a folder or hub snapshot.
 
-    It covers names, sizes, headers and BLOCKS evenly spread blocks per file, so that it is fast: a change elsewhere
-    in a file is not seen. field: the option that names it, for messages."""
+    It covers names, sizes, headers and BLOCKS evenly spread blocks per file, so that it is fast: a change elsewhere in
+    a file is not seen. field: the option that names it, for messages. Raises ConfigError if there is no such folder or
+    snapshot."""
     digest = hashlib.sha256()
     try:
         folder = hf.folder_of(jaxrl_data.resolve(path), revision)

@@ -82,12 +82,12 @@ def refusal_reason(name: str) -> str | None:
 def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compares two configs (plain dicts, as `redacted` returns them).
 
-    Options that one side lacks (another version of jaxrl) are compared with the schema's default.
+    Options that one side lacks (another version of jaxrl) are compared with the schema's default; those that this jaxrl
+    does not have are accepted.
 
     Returns:
       (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if
-      it is refused.
-    """
+      it is refused."""
     before, after = _flat(old), _flat(new)
     defaults = {name: _plain(opt.default) for name, opt in options().items()}
     refused, accepted_changes = [], []
@@ -116,18 +116,17 @@ READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("token
 
 
 def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side
-    has are not compared.
+    """Compares the fingerprints of inputs (name -> hash) with a checkpoint's. Names that only one side has are not
+    compared.
 
     Args:
       old, new: of the checkpoint, and of this run.
       accepted: run.accept_changed.
-      changes: accepted option changes (texts of config_changes); an eval set that differs because of
-        them is not reported.
+      changes: accepted option changes (texts of config_changes); if eval.sets or eval.max_rows is among them, changed
+        eval sets are accepted.
 
     Returns:
-      (refused, accepted_changes), one text each.
-    """
+      (refused, accepted_changes), one text each."""
     refused, accepted_changes = [], []
     other_sets = any(text.startswith(("eval.sets:", "eval.max_rows:")) for text in changes)
     for name in sorted(old.keys() & new.keys()):

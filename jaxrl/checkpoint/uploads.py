@@ -46,7 +46,7 @@ class Hub:
         """Uploads the files that the marker lists, and the marker, in one commit. Creates repository and branch if
         necessary.
 
-        Large files are sent first, unless they exist already.
+        Large files are sent first, unless they exist already. Raises what huggingface_hub raises.
 
         Args:
           folder: local folder. name: folder in the repository; "export" = its top. marker: see `marker_of`."""
@@ -90,7 +90,7 @@ class Store:
         Args:
           folder: local folder. name: folder below the store's prefix. marker: see `marker_of`.
 
-        Raises OSError if a file has another size in the store."""
+        Raises OSError if a file has another size in the store, and what the store's library raises."""
         top, fs = f"{self._root}/{name}", self._fs
         fs.invalidate_cache()
         if fs.exists(f"{top}/{MARKER}"):
@@ -137,12 +137,12 @@ def _text(marker: dict) -> bytes:
 
 
 class Uploads:
-    """Sends folders to all places of `checkpoint.upload`; see the module. Its methods do not raise.
+    """Sends folders to all places of `checkpoint.upload`; see the module. Its methods do not raise; the constructor
+    raises ConfigError as `place_of`.
 
     Args:
       options: config.checkpoint.upload.
-      first_wait: seconds before the second attempt.
-    """
+      first_wait: seconds before the second attempt."""
 
     def __init__(self, options, first_wait: float | None = None):
         self.options, self._first_wait = options, FIRST_WAIT if first_wait is None else first_wait
@@ -161,7 +161,8 @@ class Uploads:
         return {"none": False, "final": last, "all": True}[o.exports if kind == "exports" else o.checkpoints]
 
     def add(self, folder: Path, name: str, step: int) -> None:
-        """Queues a folder, which must not change from now on, under `name`. Returns at once."""
+        """Queues a folder, which must not change from now on, under `name`. Returns at once. step: completed steps, for
+        the marker."""
         with self._change:
             for queue in self._queues.values():
                 queue.append((Path(folder), name, step))

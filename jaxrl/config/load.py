@@ -95,9 +95,10 @@ def get(cfg, dotted: str):
 def put(cfg, dotted: str, value) -> None:
     """Sets a dotted option; {} for a table of options sets all of them to their defaults.
 
-    A text for a list is split at commas (entries stay text), an int for a float converted. Raises ConfigError for an
-    unknown name, naming the nearest known one, and for a value of another type. Choices, bounds, the entries of lists
-    and what a free table holds are not checked here (see resolve.checks).
+    A text for a list is split at commas (entries stay text), any other single value becomes a list of one, an int for
+    a float is converted. Raises ConfigError for an unknown name, naming the nearest known one, and for a value of
+    another type; None passes for any. Whether an option may be None, choices, bounds, the entries of lists and what a
+    free table holds are checked later (resolve.checks).
     """
     if value == {} and (below := _below(dotted)):
         for name in below:

@@ -83,7 +83,9 @@ def lazy_tables(config, paths, limit: int, read) -> Tables:
     else now.
 
     Args:
-      paths: as `data.path` names them. limit: rows to keep, 0 = all. read: () -> Tables."""
+      config: of the job. paths: as `data.path` names them. limit: rows to keep, 0 = all. read: () -> Tables, with this
+        limit.
+    """
     local = all(Path(resolve(p)).suffix.lower() in SUFFIXES and Path(resolve(p)).is_file() for p in paths)
     return LazyTables(paths, limit, read) if config.data.cache and local else read()
 
@@ -179,8 +181,8 @@ class Cache:
 
 
 class CachedRows(Tables):
-    """The rows of a cache entry, read from disk, indexed by their row number in the source. A Dataset uses it as its
-    tables.
+    """The rows of a cache entry, read from disk, indexed by their row number in the source; IndexError for a row that
+    no example needs. A Dataset uses it as its tables.
 
     folder: of the entry. commits: hub commits of the rows."""
 
@@ -243,7 +245,8 @@ def _try_lock(path: Path):
 
 
 def is_unchanged(tables) -> bool:
-    """Returns whether the source files still have the content they had before they were read."""
+    """Returns whether the source files still have the content they had before they were read; True for tables that are
+    no LazyTables. Raises OSError if a file is gone."""
     return not isinstance(tables, LazyTables) or tables.digests() == tables.contents
 
 

@@ -79,8 +79,8 @@ class Template:
         self.no_token = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def unknown_in(self, text: str) -> str:
-        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if
-        it has no offsets.
+        """Returns the first piece of a text that the tokenizer has no token for; the first 60 characters if there is
+        none, or if the tokenizer has no offsets.
         """
         try:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -90,8 +90,11 @@ class Template:
         return next((text[a:b] for token, (a, b) in places if token == self.no_token), text[:60])
 
     def render(self, prompt: str | list[dict], **kwargs) -> str:
-        """Returns the text of a prompt, data.response_prefix included. kwargs: template arguments, which override
-        data.chat_template_kwargs. Raises PromptError if it cannot be rendered."""
+        """Returns the text of a prompt, data.response_prefix included. Without a chat template the tokenizer's leading
+        special tokens are left to `encode_prompts`.
+
+        prompt: text, or chat messages, which need a chat template. kwargs: template arguments, which override
+        data.chat_template_kwargs; not read without a chat template. Raises PromptError if it cannot be rendered."""
         if not self.chat:
             if not isinstance(prompt, str):
                 raise PromptError("chat messages need a chat template: give model.chat_template=FILE"
@@ -110,13 +113,14 @@ class Template:
           kwargs: template arguments, which override data.chat_template_kwargs.
 
         Raises:
-          PromptError: the template rejects the messages.
+          PromptError: the template rejects the messages, or `tool_calls` are no list of calls with JSON arguments.
         """
         return self._written([self._adapted(m) for m in messages], generation_prompt, **kwargs)
 
     @functools.cached_property
     def wants_text(self) -> bool:
-        """Whether the template writes tool-call arguments unchanged, and so expects JSON text."""
+        """Whether the template expects tool-call arguments as JSON text: it writes an object as Python does,
+        unchanged, or rejects an object and accepts text."""
         call = {"id": "ABCDEFGH1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
@@ -168,7 +172,7 @@ class Template:
           messages: chat messages; data.system_prompt goes first unless the first one is a system message.
           kwargs: template arguments, which override data.chat_template_kwargs.
 
-        Raises PromptError if the template rejects the messages."""
+        Raises PromptError as `conversation`."""
         messages = [self._adapted(m) for m in messages]
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -180,7 +184,8 @@ class Template:
         return list(rendered["input_ids"]), list(rendered["assistant_masks"])
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each rendered prompt, with the tokenizer's leading special tokens."""
+        """Returns the ids of each rendered prompt, a list per text, preceded by the tokenizer's leading special tokens
+        if no chat template is in use."""
         return [[*self.start, *ids] for ids in self.encode(texts)]
 
     def encode(self, texts: list[str]) -> list[list[int]]:

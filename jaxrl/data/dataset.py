@@ -41,7 +41,8 @@ class Example:
       prompt_text: the text of `prompt_ids`.
       prompt: the row's text or messages.
       answer: the reference answer.
-      columns: what rewards receive by name: every column except prompt and completion, plus `answer`.
+      columns: what rewards receive by name: every column except prompt, completion, images and videos, plus `answer`.
+        Reserved names have an underscore appended.
       where: the row's location, "file:line".
       target_ids: [C] int32, supervised jobs only: the completion (of a pair the chosen one) as the chat template
         writes it after the prompt, with its end-of-turn token. Without a chat template: its text and the end token.
@@ -73,8 +74,8 @@ class Example:
 
 
 def assistant_content(message: dict):
-    """Returns an assistant message's text, or a dict of the whole message if it has more (tool calls, thinking);
-    without `train`."""
+    """Returns an assistant message's content, or a dict of the whole message if it has more (tool calls, thinking);
+    without `train`, and without tool calls or thinking that are empty."""
     fields = {k: v for k, v in message.items() if k != "train" and (v or k not in EXTRA_FIELDS)}
     return fields["content"] if set(fields) <= {"role", "content"} else fields
 
@@ -125,13 +126,13 @@ class Row(NamedTuple):
       text: the prompt as the model sees it, written by the chat template if one is in use, data.response_prefix
         included.
       answer: the reference answer, after data.answer_pattern; None without one.
-      columns: what rewards receive by name. Columns that have a reserved name get an underscore appended.
+      columns: what rewards receive by name, as Example.columns.
       completion: the text to train on, the whole assistant message if it has tool calls or thinking, or None.
-      messages: with data.train_turns=all, the whole conversation; every assistant message after the
-        prompt is trained on.
-      tools: the JSON schemas passed to the chat template.
+      messages: with data.train_turns=all, the whole conversation, of which every assistant message after the prompt
+        without train=false is trained on; of StepReader the steps; else None.
+      tools: JSON schemas of the row's column `tools` for the chat template; None = those of the job.
       rejected: the rejected completion of a pair, whose chosen one is `completion`.
-      images: the prompt's images, whose tokens in `text` are one each; None without images.
+      images: the prompt's images, whose tokens in `text` are one each, and those of `messages`; None without images.
     """
 
     prompt: Any
@@ -202,7 +203,8 @@ class Reader:
                                   "extract in parentheses, e.g. '#### (.*)'")
 
     def __call__(self, row: dict[str, Any], where: str = "") -> Row:
-        """Returns the Row of a raw row. Raises PromptError naming the column, the value and the remedy.
+        """Returns the Row of a raw row. Raises PromptError with the reason for a row that cannot be used, ImageError
+        for its images, and ConfigError for images that the options do not allow.
 
         where: place of the row, "file:line", for paths of images.
         """
@@ -252,7 +254,8 @@ class Reader:
         """Returns the images of a raw row's prompt and the groups of frames of its videos, not decoded; [] in a job of
         text. where: "file:line".
 
-        Raises PromptError for markers and images that do not match, and images in no known form."""
+        Raises PromptError for markers and images that do not match, and images in no known form; ConfigError for images
+        that the options do not allow."""
         prompt = row.get(prompt_column(row, self.prompt))
         return [] if self.images is None else self.images.flat(self.images.split(row, prompt, where)[1])
 
@@ -359,7 +362,7 @@ class Dataset:
       tables: the raw rows, by number. reader: the Reader of these rows.
 
     Attributes:
-      name: "train", "heldout" or the name of an eval set.
+      name: "train", "heldout" or the name of an eval set or of a source.
       bad_rows: BadRows, the rows that could not be read.
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
         that they exceed (empty from a cache); filtered_rows: their row numbers; filtered_fraction: their share of
@@ -372,8 +375,10 @@ class Dataset:
         completion, 0 where there is none. patches: [N] int64 patches of its images.
       shortened, split: locations of rows whose completion was cut, or split into several rows.
       heldout: the held-out Dataset, or None.
+      rows_read: number of rows read, bad ones and dropped ones included.
       fingerprint: hash of the rows' content in order (prompt, completion, reference answer and the columns rewards
-        receive) and their count. Independent of file name, file format, time, tokenizer and limits.
+        receive; with data.train_turns=all the conversation; the content of images) and their count. The hash is
+        independent of file name, file format, time, tokenizer and limits.
     """
 
     def __init__(self, name: str, tables: Tables, reader: Reader, bad):
@@ -420,6 +425,8 @@ class Dataset:
             trained on; [0] if no row is masked. masked: [N] bool, whether a row has a mask; without one all its
             target ids are trained on. rows: [N] int64 row numbers. cut: [N] bool, whether the prompt is not the row's
             whole text. image_offsets: [N + 1] int64 into images: [I, 4] int64, see TokenizedRow.images.
+
+        Raises ConfigError for groups of video frames in a job that does not read videos.
         """
         self.arrays = arrays
         if self.reader.images is not None and (arrays["images"][:, 3] != -1).any():
@@ -450,14 +457,14 @@ class Dataset:
     def grid_of(self, row: int, image: int) -> tuple[int, int]:
         """Returns (rows, columns) of patches of an image, as they were when the data set was prepared.
 
-        row: number of a raw row. image: number of the image in it."""
+        row: number of a raw row, which has examples. image: number of the image in it, from 0."""
         at = self.arrays["image_offsets"][int(np.searchsorted(self.arrays["rows"], row))]
         _, rows, columns, _ = self.arrays["images"][at + image].tolist()
         return rows, columns
 
     def numbers(self, column: str) -> np.ndarray:
-        """Returns a column as [N] float64; text that spells a number counts as one. Raises ConfigError naming the
-        first row whose value is not a finite number.
+        """Returns a column's value for each example as [N] float64; text that spells a number counts as one. Raises
+        ConfigError naming the first row whose value is not a finite number, or is missing.
         """
         out = np.zeros(len(self))
         for i, row in enumerate(self.arrays["rows"]):
@@ -479,7 +486,7 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Hash of the rows' content in order (first 16 hex digits) and their count, rows dropped for their length
-        included, as text."""
+        included, as text; a row that was split counts once per piece."""
         return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
 
     @property
@@ -488,7 +495,8 @@ class Dataset:
         return self.tables.commits
 
     def describe(self) -> str:
-        """Returns one line: number of rows, lengths, and how many rows were dropped, cut or split."""
+        """Returns one line: number of examples, shortest, longest and mean prompt in tokens, and how many rows were
+        dropped, cut, split or bad."""
         n = self.prompt_lengths
         text = f"{self.name}: {len(self)} rows, prompts {n.min()} to {n.max()} tokens (mean {n.mean():.1f})"
         for count, what in ((len(self.filtered), "dropped for their length"), (self.truncated, "cut on the left"),
@@ -509,7 +517,8 @@ def column_value(row, name: str):
 
 
 def missing_column(row, name: str, option: str) -> PromptError:
-    """Returns the PromptError for a column that is missing or empty in a row; `option` names the option to change."""
+    """Returns the PromptError for a column `name` that is missing or empty in a row; its text names the columns that
+    the row has, and `option`, the one to change."""
     state = "is empty in" if name in row else "is missing in"
     return PromptError(f"column {name!r} {state} this row; columns found: {', '.join(map(str, row))}; "
                        f"{option} names the column to read")

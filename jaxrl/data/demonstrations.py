@@ -56,8 +56,8 @@ class Demonstrations:
           row: has `messages`, the whole conversation. prompt: ids of the messages before the first assistant message.
           counts: image tokens of each image after the prompt.
 
-        Raises PromptError for a conversation that cannot be rendered, has no trained token, or has two assistant
-        messages with none between them."""
+        Raises PromptError for a conversation that cannot be rendered, has no trained token, has two assistant messages
+        with none between them, or with data.assistant_mask=template images."""
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]

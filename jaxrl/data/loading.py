@@ -33,8 +33,9 @@ CHUNK = 1024  # rows tokenised in one call
 def load_train(config, tokenizer, eos_id: int | None = None, rows=None, tools=(), images=None) -> Dataset | Mixture:
     """Loads the training set, `rows` or `data.path`, according to `data.*`.
 
-    With `data.eval_fraction`, a share (below 1) or number of the rows becomes `.heldout`; rows with equal prompts stay
-    on one side, so no held-out prompt is trained on.
+    With `data.eval_fraction`, about a share (below 1) or number of the rows becomes `.heldout`; rows with equal prompts
+    stay on one side, so no held-out prompt is trained on. Of the held-out rows the first eval.max_rows are kept (0 =
+    all); the others are not used.
 
     Args:
       config, tokenizer: of the job.
@@ -127,12 +128,14 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
                    tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` says (counted and reported).
-    Supervised jobs read a set's completion column where it has one.
+    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` and `data.bad_rows` say
+    (counted and reported). Supervised jobs read a set's completion column where it has one.
 
     Args:
       config, tokenizer: of the job.
-      eos_id: token that ends supervised completions. tools: JSON schemas passed to the chat template.
+      eos_id: token that ends supervised completions; recipes that train on the data's completions need it (ValueError
+        without it), rl ignores it.
+      tools: JSON schemas passed to the chat template.
       train: the training set whose `.heldout` is used; None splits it again, from `rows` if the training
         rows are in memory.
       sets: name -> rows, a list of dicts or a datasets.Dataset.
@@ -142,8 +145,8 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
       name -> Dataset, each of at most eval.max_rows rows (0 = all).
 
     Raises:
-      DataError, ConfigError: a set without usable rows, or a name that is used twice or has other characters than
-      letters, digits, "_", "." and "-"."""
+      DataError, ConfigError: a set without usable rows, an entry of eval.sets that is not name=path, or a name that is
+      used twice or has other characters than letters, digits, "_", "." and "-"."""
     data, limit = config.data, config.eval.max_rows
     out: dict[str, Dataset] = {}
     for name, path, split in _eval_sources(config):
@@ -185,8 +188,10 @@ def _eval_sources(config) -> list[tuple[str, str, str]]:
 
 
 def check_paths(config, rows_given: bool = False, sets_given=()) -> None:
-    """Checks that all local files and in-memory rows of data.path and eval.sets exist. Raises one
-    DataError for all problems.
+    """Checks that local files of data.path, data.sources and eval.sets exist and are of a known kind, and that rows
+    in memory that they name are passed. Raises one DataError for all problems, ConfigError for an entry of eval.sets
+    that is not name=path or whose name is used twice. In run.mode=eval the training rows are checked only with
+    data.eval_fraction, and sources not at all.
 
     rows_given, sets_given: whether training rows, and which eval sets, are passed from Python."""
     wanted = not rows_given and (config.run.mode != "eval" or config.data.eval_fraction)
@@ -308,8 +313,8 @@ def _depth(value) -> int:
 class ReadRow(NamedTuple):
     """A row before it is tokenized. number: of the row. where: "file:line".
 
-    completions: (name, its number among the chunk's texts, result of CompletionRenderer). grids: of its images, see
-    ImageSource.grids."""
+    row: what Reader returned. completions: (name, its number among the chunk's texts, result of CompletionRenderer).
+    grids: of its images, see ImageSource.grids; () without images."""
 
     number: int
     where: str

@@ -51,7 +51,8 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 class Claims:
-    """The rows owed to each of `count` sources, in units of 1 / `sum(shares)`; `serve` chooses the next source."""
+    """The rows owed to each of `count` sources, in units of 1 / `sum(shares)`; `serve` chooses the next source, once
+    `scale` has set the shares."""
 
     def __init__(self, count: int):
         self.owed: list[float] = [0.0] * count

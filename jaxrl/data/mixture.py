@@ -26,10 +26,17 @@ ALGORITHM = ("advantage", "advantage_mean", "advantage_std", "whiten", "advantag
 class Mixture:
     """Several data sets as one, in the order of their names; rows are numbered through, first set first.
 
-    Has the attributes of a Dataset, combined. Its Examples carry their source and the names of the reward functions
-    that score them.
+    Its Examples carry their source and the names of the reward functions that score them. Of a Dataset's attributes
+    it has, combined: prompt_lengths, target_lengths, rejected_lengths and patches ([N] int64), bad_rows,
+    filtered_fraction, fingerprint, commits and first_rows; `heldout` is None.
 
-    parts: name of a source -> its Dataset. rewards: name -> names of the reward functions that score its rows."""
+    Args:
+      parts: name of a source -> its Dataset.
+      rewards: name -> names of the reward functions that score its rows; None for all, of sources that are not in it.
+
+    Attributes:
+      parts: as given. name: "train".
+      starts: number of each source's first row, and of all rows at the end."""
 
     def __init__(self, parts: dict[str, Dataset], rewards: dict[str, tuple[str, ...]]):
         self.parts, self.name = parts, "train"
@@ -49,29 +56,29 @@ class Mixture:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of rows of each source."""
+        """Number of examples of each source; a row that was split has several."""
         return [len(part) for part in self._sets]
 
     @property
     def first_rows(self) -> list[int]:
-        """Indices of the first rows of every source, used to try out reward functions."""
+        """Indices of the first two rows at most of every source, used to try out reward functions."""
         return [start + i for start, part in zip(self.starts, self._sets, strict=False) for i in part.first_rows]
 
     @property
     def bad_rows(self):
-        """Count and messages of the rows that could not be read."""
+        """BadRowTotals of the rows that could not be read."""
         bad = [part.bad_rows for part in self._sets]
         return BadRowTotals(sum(rows.count for rows in bad), [m for rows in bad for m in rows.messages])
 
     @property
     def filtered_fraction(self) -> float:
-        """Share of the rows dropped for their length."""
+        """Share of the rows dropped for their length among these and the examples that stay, bad rows not counted."""
         left_out = sum(len(part.filtered) for part in self._sets)
         return left_out / (left_out + len(self))
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the sources' fingerprints, and their names."""
+        """Hash of the sources' fingerprints (first 16 hex digits) and the sources' names, as text."""
         named = "; ".join(f"{name}: {part.fingerprint}" for name, part in self.parts.items())
         return f"{hashlib.sha256(named.encode()).hexdigest()[:16]}, {', '.join(self._names)}"
 
@@ -81,7 +88,8 @@ class Mixture:
         return list(dict.fromkeys(commit for part in self._sets for commit in part.commits))
 
     def describe(self) -> str:
-        """Returns one line per source: number of rows, lengths, and how many rows were dropped, cut or split."""
+        """Returns one line per source: number of examples, shortest, longest and mean prompt in tokens, and how many
+        rows were dropped, cut, split or bad."""
         return "\n".join(part.describe() for part in self._sets)
 
 
@@ -94,8 +102,9 @@ class BadRowTotals:
 
 
 def source_config(config, name: str):
-    """Returns an editable copy of the config in which a source's entries override those of `data`. Entries that only a
-    source has (weight, where, rewards, algorithm, coef) are left out."""
+    """Returns an editable copy of the config in which a source's entries override those of `data`; of
+    chat_template_kwargs only the keys that it has. Entries that only a source has (weight, where, rewards, algorithm,
+    coef) are left out. Raises KeyError for a name that is not in data.sources."""
     out = editable(config)
     for key, value in config.data.sources[name].items():
         if key in ("path", "split") and isinstance(value, str):
@@ -108,7 +117,7 @@ def source_config(config, name: str):
 
 
 def select_rows(tables: Tables, where, name: str):
-    """Returns the numbers, a list of int, of the rows that match a source's filter.
+    """Returns the numbers, a list of int, of the rows that match a source's filter. A missing value is "None".
 
     Args:
       where: column -> a value or several, compared as text; a row must match every column.

@@ -18,7 +18,8 @@ WINDOW = re.compile(r"(\d+):(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 
 
 def shuffled_epochs(rows: int, seed):
-    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch, each with its own shuffle.
+    """Returns row numbers 0 .. rows - 1 by position, epoch after epoch without end, each with its own shuffle: a
+    grain.MapDataset.
 
     Args:
       seed: an integer or several; False keeps the file order.
@@ -33,7 +34,8 @@ def shuffled_epochs(rows: int, seed):
 
 
 def parse_windows(texts: Sequence[str]) -> list[tuple[int, float, float]]:
-    """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry."""
+    """Parses entries such as '200:2..5' into (first step, lowest, highest). Raises ValueError naming the entry that has
+    another form, a lowest above its highest, or a step that does not follow the one before; the first step is 0."""
     out = []
     for text in texts:
         match = WINDOW.fullmatch(text)

@@ -24,7 +24,8 @@ class Limits(NamedTuple):
     completion: str = "filter"
 
     def room(self, prompt: int) -> int:
-        """Returns the largest number of completion tokens that fit after a prompt of `prompt` tokens."""
+        """Returns the largest number of completion tokens that fit after a prompt of `prompt` tokens; 0 or less if the
+        prompt alone fills the row."""
         return min(self.target, self.total - prompt) if self.total else self.target
 
     def overlong(self, prompt, target, what: str = "completion") -> str | None:

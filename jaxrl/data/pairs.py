@@ -56,7 +56,7 @@ class PairReader(Reader):
     def images_in(self, row: dict, where: str) -> list:
         """Returns the images of a raw row's prompt, which both completions share, and the groups of frames of its
         videos, not decoded; [] in a job of text. where: "file:line". Raises PromptError for completions that do not
-        make a pair, and for images that cannot be used."""
+        make a pair, and for images that cannot be used; ConfigError for images that the options do not allow."""
         return super().images_in(self._plain(row)[0], where)
 
     def _plain(self, row: dict) -> tuple[dict, str | dict | None]:
@@ -95,14 +95,16 @@ def is_pair(row: dict, data) -> bool:
 
 
 def split_pair(row: dict, data, images: bool = False) -> tuple:
-    """Returns (prompt, chosen completion, rejected completion) of a pair as texts or messages.
+    """Returns (prompt, chosen completion, rejected completion) of a pair: the prompt as text or messages, a completion
+    as text, or as a message (dict) if it has more than content.
 
     Args:
       row: has both completions: texts, which begin with the prompt if the row has no prompt column, or messages.
       data: config.data, which names the columns.
       images: messages of the prompt may have image parts, which stay as they are.
 
-    Raises PromptError naming the columns if one is empty, the prompts differ, or both completions are equal.
+    Raises PromptError naming the columns if one is empty, only one is text, one does not end with an assistant's text,
+    there is no prompt, the prompts differ, or both completions are equal.
     """
     for option in ("chosen_column", "rejected_column"):
         if row.get(data[option]) is None:
@@ -195,9 +197,9 @@ def pair_prompt(prompt, before: list[dict], name: str, images: bool = False):
 
 
 def shared_text(chosen: str, rejected: str, name: str) -> tuple[str, str, str]:
-    """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the words they
-    share. Trailing white space goes to the completions, as tokenizers expect. Raises PromptError if they share no word.
-    name: of the prompt column, for that message.
+    """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the whole words that
+    both begin with. White space after it goes to the completions, as tokenizers expect. Raises PromptError if they do
+    not begin with the same word. name: of the prompt column, for that message.
     """
     end = len(os.path.commonprefix([chosen, rejected]))
     while end and not chosen[end - 1].isspace():

@@ -38,7 +38,7 @@ class PassRates:
 
     def metrics(self) -> dict[str, float]:
         """Returns data/left_out_fraction, the share of rows that the current epochs leave out, and data/pass_rate,
-        the mean of the measured rows, if any is."""
+        the mean over the measured rows of their last rate, if any row is measured."""
         known = self.rates[~np.isnan(self.rates)]
         left_out = sum(int((~order.started_epochs[-1][2]).sum()) for order in self.orders)
         return {"data/left_out_fraction": left_out / len(self.rates),
@@ -54,7 +54,8 @@ class PassRates:
         return {"rates": np.zeros(len(self.rates), np.float32), "kept": np.zeros(size, bool)}
 
     def start(self, arrays, host: dict | None) -> None:
-        """Restores `arrays` and `host` of a checkpoint; does nothing if host is None."""
+        """Restores the rates, and the started epochs of `orders`, from `arrays` and `host` of a checkpoint; does
+        nothing if host is None."""
         if host is None:
             return
         self.rates, at = np.array(arrays["rates"], np.float32), 0

@@ -20,7 +20,8 @@ from jaxrl.data.pairs import PairReader, is_pair
 
 
 def scored_reader(config):
-    """Returns the Reader class for reward_model.kind."""
+    """Returns the Reader class for reward_model.kind: StepReader for "steps", else ComparedReader. config: of the
+    job."""
     return StepReader if config.reward_model.kind == "steps" else ComparedReader
 
 

@@ -222,12 +222,13 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
     Args:
       paths: one path or several, as data.path names them. bad: counts or raises for rows that cannot be read.
       field: option name for messages.
-      splits, subset, revision: for folders and hub ids.
+      splits, subset, revision: for folders and hub ids; "" and None = the default subset and revision.
       limit: keeps the first rows of the whole; 0 for all.
       keep: columns whose binary values are kept.
 
     Raises:
-      DataError: a source cannot be read, or none has a usable row."""
+      DataError: a source cannot be read, none has a usable row, or a row cannot be read and `bad` has the mode
+        'error'."""
     parts, left = [], limit or sys.maxsize
     for path in (paths,) if isinstance(paths, str) else paths:
         if left <= 0:
@@ -243,15 +244,18 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
 
 
 def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> Tables:
-    """Returns the rows a caller passes: an iterable of dicts or a `datasets.Dataset`.
+    """Returns the Tables of rows that a caller passes.
 
     Values without a JSON form become text.
 
     Args:
+      rows: an iterable of dicts, a datasets.Dataset or a datasets.IterableDataset.
       bad: counts or raises for rows that cannot be read.
-      field: argument name for messages; a row's place is "<field>[3]", counted from 0.
+      field: argument name for messages; a row's place is "<field>[3]", counted from 0, of a datasets.Dataset
+        "<field>:4", counted from 1.
       limit: keeps the first rows; 0 for all.
-      keep: columns that may hold images, as bytes, uint8 arrays or Pillow images.
+      keep: columns that may hold images, as bytes, uint8 arrays or Pillow images. Binary columns of a datasets.Dataset
+        that are not among them are dropped with a warning.
 
     Raises DataError for anything else, a dict of splits or text included, and if there are no usable rows."""
     if hasattr(rows, "keys") or isinstance(rows, str | bytes):
@@ -288,7 +292,8 @@ def _plain_row(row, keep):
 
 
 def check_path(path: str, field: str) -> None:
-    """Raises DataError if a path is clearly no source: a missing local file, or one of an unknown kind.
+    """Raises DataError if a path is clearly no source: a missing local file, one of an unknown kind, a jaxrl:// name of
+    no shipped file, or the name of rows that were passed from Python. URLs, folders and hub ids are not examined.
 
     field: the option that names it, for the message."""
     if path.startswith(IN_MEMORY):

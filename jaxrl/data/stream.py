@@ -76,7 +76,8 @@ class Stream:
       pass_rates: PassRates if data.pass_rate_min or pass_rate_max drops rows, else None.
 
     Raises:
-      ConfigError: with `epochs` and `drop_last`, all epochs together have fewer rows than one step.
+      ConfigError: with `epochs` and `drop_last`, all epochs together have fewer rows than one step; with a curriculum
+        a difficulty is no number, or no row lies in a window.
     """
 
     def __init__(self, dataset: Dataset | Mixture, per_step: int, seed: int, shuffle: bool = True, epochs: int = 0,
@@ -119,8 +120,8 @@ class Stream:
           config: of the job. dataset: a Dataset, or a Mixture with its sources' weights in data.sources.
           resumed_part: part name -> its entry in the resumed checkpoint, or None.
 
-        Raises ConfigError if one step takes more than MAX_PASSES_PER_STEP passes over the data, or more rows than all
-        epochs have."""
+        Raises ConfigError if one step takes more than MAX_PASSES_PER_STEP passes over the data, and as the class does:
+        if it takes more rows than all epochs have (data.drop_last), or a curriculum does not fit the data."""
         d, rows = config.data, len(dataset)
         if d.prompts_per_step > rows:
             each = d.prompts_per_step / rows
@@ -168,7 +169,8 @@ class Stream:
         return position if self.mix is None else self.mix.rows_before(position)[source]
 
     def row(self, position: int) -> int:
-        """Returns the row number in the data set of the prompt at a position in the order of the data."""
+        """Returns the row number in the data set of the prompt at a position in the order of the data. Raises
+        IndexError past the end of a Mixture's order, RunStopped if the epoch that begins there keeps no row."""
         if self.mix is None:
             return int(self.orders[0][position])
         source, count = self.mix.place(position)
@@ -187,7 +189,8 @@ class Stream:
             once it is exhausted.
 
         Raises:
-          Interrupted: `self.interrupted()` became true.
+          Interrupted: `self.interrupted()` became true; it is checked every ROWS_PER_STOP_CHECK rows.
+          RunStopped: an epoch begins from which pass rates drop all rows.
         """
         stop = min(cursor + (int(count) or self.per_step), self.end)
         if self._workers == 0:

@@ -130,10 +130,12 @@ class Suffixes:
 
     def text_after(self, key, calls: int, history=(QUESTION,), generation_prompt: bool | None = None, more=(), **fields
                    ) -> str:
-        """Returns the text after the assistant's sentinel.
+        """Renders a conversation of sentinels and returns the text after its assistant's turn, the new messages and the
+        generation prompt included, the latter with data.response_prefix.
 
         Args:
-          history: messages before the turn. generation_prompt: None = as the template's option says.
+          history: messages before the turn.
+          generation_prompt: whether one is written; None = as data.add_generation_prompt says.
           key: roles and fields of the new messages.
           calls: number of tool calls in the assistant's turn; 0 for a text.
           more: further messages.

@@ -20,9 +20,9 @@ def load_tokenizer(config, role: str = ""):
     """Loads the Hugging Face tokenizer of `model.tokenizer` (or `model.path`) and applies the config's overrides.
 
     `model.chat_template` (a Jinja file) replaces the template. `model.pad_token` and the first of
-    `model.eos_tokens` replace the special tokens and must be single tokens of the vocabulary. A tokenizer without a
-    pad token pads with its end token. Ids are those of the folder's tokenizer.json (see `open_tokenizer`). Remote
-    code runs only with `model.trust_remote_code`.
+    `model.eos_tokens` replace the special tokens; these and the other end tokens must be single tokens of the
+    vocabulary. A tokenizer without a pad token pads with its end token. Ids are those of the folder's tokenizer.json
+    (see `open_tokenizer`). Remote code runs only with `model.trust_remote_code`.
 
     role: the option that names another model (teacher.path), for messages; that one's folder has its own tokenizer.
 
@@ -61,6 +61,7 @@ def load_tokenizer(config, role: str = ""):
 
 def apply_overrides(config, tokenizer):
     """Applies `model.chat_template` and the overrides of special tokens to a tokenizer in place, and returns it.
+    config: of the job.
 
     The overrides are model.pad_token and the first of model.eos_tokens. Without model.pad_token a tokenizer that has no
     pad token gets its end token as one.
@@ -76,8 +77,8 @@ def apply_overrides(config, tokenizer):
 
 
 def tokenizer_revision(config) -> str | None:
-    """Returns the hub revision of the tokenizer: model.tokenizer_revision, or model.revision if it
-    belongs to the model.
+    """Returns the hub revision of the tokenizer: model.tokenizer_revision, else model.revision if model.tokenizer is
+    empty, so that the tokenizer is the model's; "" or None if neither is set.
     """
     return config.model.tokenizer_revision or (None if config.model.tokenizer else config.model.revision)
 
@@ -107,7 +108,7 @@ def open_tokenizer(source: str, **options):
     file's, the file is loaded directly.
 
     Args:
-      options: arguments of from_pretrained.
+      source: folder or hub id. options: arguments of from_pretrained.
 
     Raises:
       ConfigError: no class gives the file's ids. Also what from_pretrained raises.
@@ -174,8 +175,12 @@ def completion_texts(tokenizer, ends=()):
 
 
 def tokenizer_class(source: str):
-    """Returns the transformers class that loads a tokenizer: AutoTokenizer, which imports torch if it is installed,
-    or directly the class it would pick for a folder that holds nothing but a generic tokenizer.
+    """Returns the transformers class that loads a tokenizer: PreTrainedTokenizerFast for a folder with tokenizer.json
+    and without config.json whose tokenizer_config.json names it and no code of its own, so that torch is not imported;
+    else AutoTokenizer, which imports torch if it is installed. Also turns off transformers' advice about a missing
+    torch.
+
+    source: folder or hub id.
     """
     folder, known = Path(source), {}
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about a missing torch, which is not needed here

@@ -45,13 +45,14 @@ class TurnRenderer:
       images: what the model's family writes for an image; None = messages are text.
 
     Attributes:
-      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn,
-        and with env.max_parallel_calls=1 the one that ends a call, so that a model cannot continue and
+      stop_ids: end tokens in addition to the tokenizer's: the one with which the template ends a turn, and with
+        env.max_parallel_calls=1, if calls are read, the one that ends a call, so that a model cannot continue and
         invent the call's result.
 
     Raises:
-      ConfigError: there is no chat template or no fast tokenizer.
-      PromptError: the template rejects messages.
+      ConfigError: there is no chat template. `first` and `extend` raise it, too, for a tokenizer without a
+        tokenizer.json, where a text spells a control token or has to be cut.
+      PromptError: the template rejects a user's message.
     """
 
     def __init__(self, config, tokenizer, tools=(), tokens: Tokens | None = None, images: ImageTokens | None = None):
@@ -83,7 +84,7 @@ class TurnRenderer:
           messages: text or chat messages.
           tools: JSON schemas of this conversation; None for the renderer's.
 
-        Raises PromptError if the template rejects the messages.
+        Raises PromptError if the template rejects the messages, ImageError as `first_with_images`.
         """
         return self.first_with_images(messages, tools)[0]
 
@@ -95,7 +96,8 @@ class TurnRenderer:
         tools' replies they follow in a user's message where the template would leave them out.
 
         messages: text or chat messages. tools: JSON schemas of this conversation; None for the renderer's. Raises
-        ImageError for an image in a job of text, and if the tokenizer does not make one id of each image token.
+        PromptError if the template rejects the messages; ImageError for an image in a job of text, and if the tokenizer
+        does not make one id of each image token.
         """
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         hidden: list[str] = []
@@ -198,7 +200,7 @@ class TurnRenderer:
             is one user turn.
           limit: most tokens of a content, whose middle is cut; 0 for no limit.
 
-        Raises PromptError if the template cannot write these messages after a turn.
+        Raises PromptError if the template cannot write these messages after a turn, ImageError as `first_with_images`.
         """
         return self.extend_with_images(history, messages, limit)[0]
 
@@ -212,7 +214,7 @@ class TurnRenderer:
             A content may be a list of parts {"type": "text", "text"} and {"type": "image"}.
           limit: most tokens of each text of a content, whose middle is cut; 0 for no limit.
 
-        Raises PromptError if the template cannot write these messages after a turn.
+        Raises PromptError if the template cannot write these messages after a turn, ImageError as `first_with_images`.
         """
         messages = self._placed(_messages(messages, self.images is not None))
         count, parts = _count_images(messages), [part for m in messages for part in parts_of(m)]
@@ -262,7 +264,8 @@ class TurnRenderer:
     def message(self, ids, tools=None) -> dict:
         """Returns a sampled turn as the assistant's message, for a history that is rendered as a whole (`first`).
 
-        ids: of the turn. tools: JSON schemas. Calls that cannot be parsed stay in the content unchanged."""
+        ids: of the turn. tools: JSON schemas of this conversation; None for the renderer's. If a call cannot be parsed,
+        all calls stay in the content unchanged."""
         turn = self.read(ids, tools)
         content, calls = turn["text"], turn["calls"]
         if "written" in turn:
@@ -293,8 +296,8 @@ class TurnRenderer:
     def render_turn(self, messages, answer: dict, following=(), tools=None) -> tuple[str, str, list[int]]:
         """Returns (text before a turn, text including the turn, ids to append).
 
-        The text ends with the turn's end token if the template writes one. Else the ids hold it: the tokenizer's, or
-        the token that begins the following messages if model.eos_tokens names it.
+        The text ends with the turn's end token if the template writes one. Else the ids hold it: the token that begins
+        the following messages if model.eos_tokens names it or the tokenizer has no end token, else the tokenizer's.
 
         Args:
           messages: before the turn. answer: the assistant's message.
@@ -417,12 +420,13 @@ class TurnRenderer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Stop tokens in addition to the tokenizer's end token: the one with which the template ends a turn, and with
-        env.max_parallel_calls=1 the one that ends a call."""
+        env.max_parallel_calls=1 the one that ends a call, if the job has tools or names env.parser."""
         return self.stop_ids_with(False)
 
     def stop_ids_with(self, tools: bool) -> tuple[int, ...]:
-        """Returns the stop tokens in addition to the tokenizer's end token, of a conversation that has its own tools
-        (`tools` true, so that calls are read) or not."""
+        """Returns the stop tokens in addition to the tokenizer's end token: the one with which the template ends a
+        turn, and with env.max_parallel_calls=1 the one that ends a call, if calls are read: of a conversation with its
+        own tools (`tools` true), or in a job that has tools or names env.parser."""
         out = [shape.close[-1] for shape in self._ends if shape.own_end]
         reads = tools or self._reads_calls
         if self.parser is not None and reads and self.config.env.max_parallel_calls == 1:
@@ -433,8 +437,8 @@ class TurnRenderer:
     # Checks at start-up.
 
     def check(self, tools: bool, images: bool = False) -> None:
-        """Renders test conversations and checks that the template can write them. Raises ConfigError with
-        the reason and remedies.
+        """Renders test conversations and checks that the template can write them. Raises ConfigError with the reason
+        and remedies. With `tools` the renderer reads calls from now on.
 
         Args:
           tools: also check calls and their replies, several at once with env.max_parallel_calls > 1.
@@ -499,7 +503,8 @@ class TurnRenderer:
 def end_of_turn(config, tokenizer) -> int | None:
     """Returns the id of the token with which the chat template ends an assistant's turn.
 
-    None without a template, or if it writes none."""
+    None without a template (of the job's tokenizer, or with data.chat=false), or if it writes none. Raises PromptError
+    if the template rejects a user's message, ConfigError if data.chat=true lacks a template."""
     if not Template(config, tokenizer).chat:
         return None
     renderer = TurnRenderer(config, tokenizer)

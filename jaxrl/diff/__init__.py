@@ -107,8 +107,8 @@ class Comparison:
 def difference(a, b, rounding: float, floor: float = 1.0) -> tuple[float, str]:
     """Compares two JSON values: (0 if equal, the relative difference if within rounding, else inf; text of the worst).
 
-    The relative difference is |a - b| / max(floor, |a|, |b|). Unequal integers, texts and lists of unequal lengths are
-    inf apart.
+    The relative difference is |a - b| / max(floor, |a|, |b|). Two unequal integers, lists of unequal lengths, and
+    unequal values of which one is no number are inf apart. A key that one dict lacks counts as None there.
 
     Args:
       a, b: values; dicts and equally long lists are compared item by item.
@@ -202,7 +202,9 @@ def differing_options(a: Run, b: Run) -> list[str]:
 
 
 def compare(a: Run, b: Run, rounding: float = ROUNDING) -> dict[str, Comparison]:
-    """Compares two runs over the steps that both recorded; returns {boundary's name: Comparison}."""
+    """Compares two runs over the steps that both recorded; returns {boundary's name: Comparison}.
+
+    rounding: as in `difference`. Raises ConfigError for a line of rollouts that is not JSON."""
     out = {boundary.name: Comparison() for boundary in BOUNDARIES}
     steps = sorted((a.lines.keys() & b.lines.keys()) | (set(a.steps()) & set(b.steps())))
     recorded = set(a.steps()) & set(b.steps())
@@ -238,7 +240,8 @@ def _look(found: Comparison, boundary: Boundary, step: int, both, rounding: floa
 
 
 def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | None:
-    """Returns (name, Comparison) of the first boundary, in the earliest step, that differs beyond rounding, or None."""
+    """Returns (name, Comparison) of the first boundary, in the earliest step, that differs beyond rounding; None if
+    none does. found: of `compare`."""
     apart = [(f.parts[0], i, name) for i, (name, f) in enumerate(found.items()) if f.parts]
     return (min(apart)[2], found[min(apart)[2]]) if apart else None
 
@@ -278,7 +281,9 @@ def compare_exports(a: Run, b: Run) -> str:
 
 
 def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
-    """Returns (lines of the printed report, whether the runs diverge)."""
+    """Returns (lines of the printed report on runs a and b, whether they diverge: a boundary differs beyond rounding).
+
+    rounding: as in `difference`. Exports are described, and do not count. Raises ConfigError as `compare`."""
     changed, found = differing_options(a, b), compare(a, b, rounding)
     out = [f"A {a.folder}, steps with metrics: {len(a.lines)}", f"B {b.folder}, steps with metrics: {len(b.lines)}", ""]
     out += ["Options and versions that differ:", *[f"  {text}" for text in changed or ["none"]], ""]

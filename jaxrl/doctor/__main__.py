@@ -90,7 +90,8 @@ def run_examination(name: str) -> tuple[float, list]:
 
 
 def redact(text: str) -> str:
-    """Removes what looks like a secret, and the path of the user's home, from a text."""
+    """Removes what looks like a secret, and the path of the user's home, from a text. Without the packages that
+    jaxrl.config.load needs, all lines with "=" but those of pip install are left out."""
     for place, instead in ((str(Path.home()), "~"),):
         text = text.replace(place, instead) if len(place) > 1 else text
     try:

@@ -19,7 +19,8 @@ from jaxrl.workers.loading import LoadError, load, number
 def load_runner(setup: dict) -> EpisodeRunner:
     """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`.
 
-    setup: the pool's first message. Raises LoadError if user code cannot be loaded or has the wrong signature."""
+    setup: the pool's first message. Raises LoadError if user code cannot be loaded, has the wrong signature or does not
+    take env.options, and if a library, program or server is missing."""
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
     if setup["program"]:
@@ -91,7 +92,8 @@ class ToolRunner(EpisodeRunner):
 
     Servers start once per episode, or once per worker with env.mcp_session=worker.
 
-    setup: the pool's first message to a worker. Raises LoadError if a tool cannot be loaded."""
+    setup: the pool's first message to a worker. Raises LoadError if a tool cannot be loaded or has no schema, if a
+    server fails, or if two tools have the same name."""
 
     name = "episode"
 
@@ -110,8 +112,10 @@ class ToolRunner(EpisodeRunner):
         self._max_turns, self._images = setup["max_turns"], setup.get("images", False)
 
     async def run(self, task, chat, running):
-        """Sends the prompt with the tools, then the replies to calls, until a turn has none or env.max_turns is
-        reached."""
+        """Sends the prompt with the tools, then the replies to calls, until a turn has none or was cut, or
+        env.max_turns is reached. Returns None: reward functions score the episode.
+
+        Raises BadEnvironment if a server fails or lists other tools than at start-up."""
         async with self._remote(running) as remote:
             turn = await chat.send(task.prompt, tools=[*self.functions, *remote])
             for _ in range(self._max_turns - 1):
@@ -162,8 +166,10 @@ class StepRunner(EpisodeRunner):
         self.functions = [make]
 
     async def run(self, task, chat, running):
-        """Makes an environment, resets it, and passes it the model's turns until it is done or env.max_turns is
-        reached."""
+        """Makes an environment, resets it, and passes it the model's turns until it is done, a turn was cut, or
+        env.max_turns is reached. Returns None: the steps' rewards go to `chat.reward`.
+
+        Raises BadEnvironment for an object without reset and step, and for results that are no Observation or Step."""
         environment = await running.call(self._make, "making it", **self._options)
         if not (hasattr(environment, "reset") and hasattr(environment, "step")):
             raise BadEnvironment(f"it is of type {type(environment).__name__}, which has no reset and step")

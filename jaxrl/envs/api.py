@@ -40,7 +40,7 @@ class Row(dict):
 
 @dataclasses.dataclass
 class Task:
-    """What an episode is about.
+    """The row, prompt and seed of an episode.
 
     Attributes:
       row: columns of the data row.
@@ -90,10 +90,11 @@ class Turn:
         """Runs the calls with the tools passed to `chat.send` and returns the messages that reply to them, in order:
         {"role": "tool", "name", "tool_call_id", "content"} each, for the next `chat.send`.
 
-        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run,
-        concurrently if they are asynchronous. A call that cannot be parsed, names an unknown tool or has unfitting
-        arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any other exception
-        propagates to the episode, and a call of a tool that was given as a schema raises BadEnvironment.
+        Use `await turn.run()`, or without await in a plain def. At most env.max_parallel_calls are run, concurrently if
+        they are asynchronous; the others get a reply that says so. A call that cannot be parsed, names an unknown tool
+        or has unfitting arguments gets an error reply and counts as malformed. A ToolError's text is the reply; any
+        other exception propagates to the episode, and a call of a tool that was given as a schema raises
+        BadEnvironment.
         """
         return self._run(self)
 
@@ -169,8 +170,9 @@ class Chat:
           stop: texts that end this turn; one text or several.
           max_tokens: of this turn, below rollout.max_new_tokens; 0 for that limit.
 
-        Raises BadEnvironment for arguments of another form, and while another send is pending; TypeError for a tool
-        that is neither a plain typed function nor a schema.
+        Raises BadEnvironment for arguments of another form, for no message (except after `rewrite`), and while another
+        send is pending; TypeError for a tool that is neither a plain typed function nor a schema, and for two tools of
+        one name.
         """
         return self._to_turn(await self._host.exchange(self._payload(messages, tools, stop, max_tokens)))
 
@@ -197,7 +199,8 @@ class Chat:
         self._notes |= {name: _finite(value, "chat.note", most=math.inf) for name, value in values.items()}
 
     def rewrite(self, messages) -> None:
-        """Replaces the conversation by these messages, text or a list; the next `send` adds to them, and may be empty.
+        """Replaces the conversation by these messages, as `send` takes them; the next `send` adds to them, and may be
+        empty.
 
         What was sampled before is trained as a separate sequence. Raises BadEnvironment for other messages."""
         self._history = _messages(messages)

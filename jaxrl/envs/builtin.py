@@ -43,8 +43,8 @@ def calculate(expression: str) -> str:
 
 
 async def calc(task, chat) -> float:
-    """Episode: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's `answer`, but for
-    white space around it, else 0."""
+    """Runs the episode `calc`: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's
+    `answer`, but for white space around it, else 0."""
     return await _score_with_tool(task, chat, calculate)
 
 
@@ -72,8 +72,8 @@ def facts(seed: int) -> dict[tuple[str, str], str]:
 
 
 async def library(task, chat) -> float:
-    """Episode: 'city of boss of friend of ann' needs a look-up per relation, then one of the city. Returns 1 for the
-    right answer, else 0.
+    """Runs the episode `library`: 'city of boss of friend of ann' needs a look-up per relation, then one of the city.
+    Returns 1 for the right answer, else 0.
 
     The prompt says how many relations to follow. A row has `seed`, which decides the facts, and `answer`. A guess is
     right in one of eight cases.
@@ -138,7 +138,7 @@ def apply_move(grid: str, move: str) -> str:
 
     Cells: `.` free, `#` wall, `O` hole, `G` goal, `B` box, `T` target, `P` player; `*` a box and `+` the player on a
     target, `W` the player at the goal, `X` a player who fell into a hole. Walls and the edge stop a move; a box is
-    pushed if the cell beyond it is free or a target.
+    pushed if the cell beyond it is free or a target. Raises StopIteration for a map without `P` or `+`.
     """
     cells = [list(line) for line in grid.split("\n")]
     row, column = next((r, line.index(c)) for r, line in enumerate(cells) for c in "P+" if c in line)
@@ -182,7 +182,8 @@ class Lake:
         return Observation(self.grid, state=self.grid)
 
     def step(self, action):
-        """Moves the player, perhaps sideways; returns a Step with the map, reward 1 if it is solved.
+        """Moves the player, perhaps sideways; returns a Step with the map: reward 1 and done if it is solved, reward 0
+        and done in a hole.
 
         action: up, down, left or right; any other text leaves the map as it is."""
         move = action.strip()
@@ -203,7 +204,7 @@ class LakePixels(Lake):
         return drawn(self.grid)
 
     def step(self, action):
-        """Moves the player, perhaps sideways; returns a Step with the map's picture, reward 1 if it is solved."""
+        """Moves the player as `Lake.step`; returns its Step with the map's picture."""
         step = super().step(action)
         return Step(drawn(self.grid), step.reward, step.done)
 
@@ -288,7 +289,8 @@ class Repair:
         return Observation(self.source)
 
     def step(self, action):
-        """Tests an expression in place of the returned one; returns a Step with the first failing test, or reward 1."""
+        """Tests an expression in place of the returned one; returns a Step that shows the arguments and the right value
+        of the first failing test, reward 0, or is done with reward 1. Raises as `first_failing_test`."""
         test = first_failing_test(self.source, action.strip(), json.dumps(self.tests))
         if test < 0:
             return Step(reward=1.0, done=True)

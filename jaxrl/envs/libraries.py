@@ -84,7 +84,8 @@ class Gym:
         self._names = ACTION_NAMES.get(spec.name, ()) if self._kind == "Discrete" else ()
 
     def reset(self, row, seed):
-        """Resets the environment with seed modulo 2^31; returns instructions and the first observation."""
+        """Resets the environment with seed modulo 2^31; returns instructions and the first observation: text, or parts
+        of a message with render_mode=rgb_array. row is not read."""
         seen, _ = self._env.reset(seed=seed % 2**31)
         says = self._instructions() if self._prompt is None else self._prompt
         if self._shows:
@@ -186,8 +187,8 @@ class Arena:
         return self._new_text()
 
     def step(self, action):
-        """Plays a turn; returns a Step. At the end: the player's reward, and the number `invalid`, 1 after an
-        invalid move."""
+        """Plays a turn; returns a Step with what the game has written since, reward 0. At the end of the game: the
+        player's reward, no observation, and the note `invalid`, 1 after an invalid move, else 0."""
         done, _ = self._env.step(action=str(action))
         if not done:
             return Step(self._new_text())

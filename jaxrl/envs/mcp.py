@@ -56,7 +56,8 @@ class Server:
         return self._wire.fault is not None
 
     async def open(self) -> Server:
-        """Connects, lists the tools, and returns the server."""
+        """Connects, lists the tools (at most MAX_PAGES pages), and returns the server. Raises BadEnvironment if that
+        fails; the connection is closed then."""
         await self._wire.open(self.name)
         try:
             result = await self._ask("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {
@@ -122,10 +123,10 @@ class Server:
 
 
 class McpTool(Tool):
-    """A tool of an MCP server, which checks its arguments. images: whether images in its results are shown to the
-    model.
+    """A tool of an MCP server, which checks its arguments.
 
-    server: where it runs. schema: {"type": "function", "function": ...}."""
+    server: where it runs. schema: {"type": "function", "function": ...}. images: whether images in its results are
+    shown to the model."""
 
     def __init__(self, server: Server, schema: dict, images: bool = False):
         self.schema, self.name = schema, schema["function"]["name"]
@@ -242,7 +243,8 @@ class Stdio:
         self._reader = asyncio.ensure_future(self._read(self._process.stdout))
 
     async def ask(self, message: dict, number: int) -> dict:
-        """Sends a JSON-RPC request and waits for the reply with this id. Raises BadEnvironment if the server has ended.
+        """Sends a JSON-RPC request and waits for the reply with this id. Raises BadEnvironment if the server has ended,
+        or wrote what is no JSON-RPC message or more than MAX_MESSAGE_BYTES.
 
         Args:
           message: the request, with its id.
@@ -316,8 +318,10 @@ class Http:
         self._name = name
 
     async def ask(self, message: dict, number: int) -> dict:
-        """Sends a JSON-RPC request and returns the reply with this id. Raises BadEnvironment for HTTP errors and a
-        lost session."""
+        """Sends a JSON-RPC request and returns the reply with this id.
+
+        message: the request, with its id. number: the id. Raises BadEnvironment if the connection fails, for an HTTP
+        status other than 200, a lost session, invalid JSON, and a response without this reply."""
         async with self._request("POST", message) as (status, headers, parts):
             if status == 404 and self._session:
                 self.fault = f"{self._name} has lost the session"
@@ -333,7 +337,8 @@ class Http:
         raise BadEnvironment(f"{self._name} did not reply to {message['method']}")
 
     async def notify(self, message: dict) -> None:
-        """Sends a JSON-RPC message that has no reply. Raises BadEnvironment for HTTP errors."""
+        """Sends a JSON-RPC message that has no reply. Raises BadEnvironment if the connection fails, and for an HTTP
+        status other than 200, 202 and 204."""
         async with self._request("POST", message) as (status, _, _):
             if status not in (200, 202, 204):
                 raise BadEnvironment(f"{self._name} replied to {message.get('method')} with HTTP {status}")

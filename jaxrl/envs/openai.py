@@ -247,9 +247,10 @@ def _same(message: dict) -> dict:
 
 
 def assistant_message(turn: dict, stop: list[str]) -> dict:
-    """Returns the model's turn as a message of the API: role, content, refusal and, if there are any, tool calls.
+    """Returns the model's turn as a message of the API: role, content (None for calls without text), refusal (None)
+    and, if there are any, reasoning_content and tool_calls.
 
-    A turn with a call that cannot be parsed is returned as its text.
+    A turn with a call that cannot be parsed is returned as its text, without calls.
 
     Args:
       turn: the trainer's reply.
@@ -278,7 +279,8 @@ def completion_body(id: str, created: int, request: ChatRequest, turn: dict) -> 
     """Returns the body of a reply as a chat.completion of OpenAI's API, as a dict.
 
     Args:
-      id, created: of the reply; seconds since 1970. turn: the model's turn as the trainer sends it."""
+      id, created: of the reply; seconds since 1970. request: gives the model's name and the stop texts.
+      turn: the model's turn as the trainer sends it, with "tokens"."""
     message = assistant_message(turn, request.stop)
     why = turn["finish"] if turn["finish"] == "length" else "tool_calls" if "tool_calls" in message else "stop"
     before, sampled = turn["tokens"]

@@ -84,7 +84,8 @@ class OpenEnv:
     async def reset(self, row, seed):
         """Opens a session with seed modulo 2^31 and the row's columns of option `reset`; returns the first Observation.
 
-        Raises BadEnvironment if the episode is over before its first action."""
+        Raises BadEnvironment if no server has a free session within `patience`, if the connection or the protocol
+        breaks, and if the episode is over before its first action."""
         data = {"seed": seed % 2**31} | {name: row[name] for name in self._options.get("reset", ())}
         reply = await self._open({"type": "reset", "data": data})
         if reply["done"]:
@@ -96,8 +97,9 @@ class OpenEnv:
     async def step(self, action):
         """Sends the action in the model's text; returns a Step with the server's reward (0 if it gives none).
 
-        A text without an action, or one that the server refuses, changes nothing: it gets the text INVALID, reward 0,
-        and is counted in the note `invalid`. Raises BadEnvironment if the connection or the protocol breaks."""
+        A text without an action, or one that the server refuses (VALIDATION_ERROR), changes nothing: it gets the text
+        INVALID, reward 0, and is counted in the note `invalid`. Raises BadEnvironment for any other error of the
+        server, and if the connection or the protocol breaks."""
         found = self._action(str(action))
         message = {"type": "step", "data": found}
         reply = None if found is None else await self._ask(message, "observation", refused=True)

@@ -24,28 +24,29 @@ FORMS = "bytes, a pathlib.Path, a uint8 array [height, width, 3], a Pillow image
 
 
 def is_image(value) -> bool:
-    """Whether a value is a Pillow image or an array that may be one."""
+    """Returns whether a value is a Pillow image or a uint8 array [H, W] or [H, W, C] with C of 1, 3 or 4."""
     return is_pillow(value) or (is_array(value) and str(value.dtype) == "uint8" and len(value.shape) in (2, 3)
                                 and (len(value.shape) == 2 or value.shape[2] in COLOURS))
 
 
 def is_pillow(value) -> bool:
-    """Whether a value is a Pillow image (it has `convert` and `getexif`)."""
+    """Returns whether a value is a Pillow image (it has `convert` and `getexif`)."""
     return hasattr(value, "convert") and hasattr(value, "getexif")
 
 
 def is_array(value) -> bool:
-    """Whether a value is an array of numpy, or of a library with its interface."""
+    """Returns whether a value is an array of numpy, or of a library with its interface (dtype, shape, tobytes)."""
     return all(hasattr(value, name) for name in ("dtype", "shape", "tobytes"))
 
 
 def is_part(value) -> bool:
-    """Whether a value is a part of a message's content: a dict of type text or of an image."""
+    """Returns whether a value is a part of a message's content: a dict without `role`, of type text, image or
+    image_url."""
     return isinstance(value, dict) and "role" not in value and value.get("type") in ("text", *KINDS)
 
 
 def shows(value) -> bool:
-    """Whether a value is a part with an image, or a list of parts of which one has an image."""
+    """Returns whether a value is a part of type image or image_url, or a list of parts of which at least one is."""
     parts = value if isinstance(value, list) else [value]
     return all(map(is_part, parts)) and any(part["type"] in KINDS for part in parts)
 
@@ -80,6 +81,8 @@ def as_text(value, where: str):
 def content_of(content, where: str):
     """Returns a message's content with every image as text (see `as_text`). where: named in errors.
 
+    Text, parts of other kinds and image parts without an image (the row's next image) stay as they are.
+
     Raises BadEnvironment for what cannot be read as an image."""
     if not isinstance(content, list):
         return content
@@ -94,7 +97,9 @@ def content_of(content, where: str):
 
 def result_content(name: str, value) -> str | list:
     """Returns a tool's result as the content of a message: parts where it is an image, a part with one, or a list of
-    parts, images and texts with one; else text. Raises BadEnvironment.
+    parts, images and texts with one; else text (`result_text`). Images are not converted (see `content_of`).
+
+    name: of the tool. Raises BadEnvironment for a value without an image that JSON cannot hold.
     """
     if is_image(value):
         value = [{"type": "image", "image": value}]
@@ -128,7 +133,7 @@ def png_of(data: bytes, height: int, width: int, count: int) -> bytes:
 
 
 def of_pillow(image) -> bytes:
-    """Returns a Pillow image as a PNG file, in RGB if PNG does not have its colours."""
+    """Returns a Pillow image as a PNG file with its Exif data, in RGB if PNG does not have its mode (MODES)."""
     out, exif = io.BytesIO(), image.getexif()
     image = image if image.mode in MODES else image.convert("RGB")
     image.save(out, "PNG", **({"exif": exif} if exif else {}))

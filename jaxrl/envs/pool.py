@@ -55,7 +55,8 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One attempt at an episode. n: its number, unique in the pool. worker: None while it waits for a free seat."""
+    """One attempt at an episode. id: the caller's name of it. n: its number, unique in the pool. worker, seat: where it
+    runs, and its index in that worker's table; None and -1 while it waits for a free seat."""
 
     id: str
     n: int
@@ -113,7 +114,8 @@ class Worker:
         self.unsent += json.dumps(order).encode() + b"\n"
 
     def write(self) -> bool:
-        """Sends as many queued bytes as the pipe takes. Returns False if some are left."""
+        """Sends as many queued bytes as the pipe takes. Returns False if some are left. If the pipe is broken they are
+        dropped, and True is returned."""
         try:
             while self.unsent:
                 del self.unsent[:os.write(self.into, self.unsent[:1 << 20])]
@@ -216,7 +218,8 @@ class EpisodePool:
     # -- the caller's side ---------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Waits until every worker is ready. Raises ConfigError if one cannot start."""
+        """Waits until every worker is ready. Raises ConfigError if what env names cannot be loaded, RunStopped if a
+        process cannot be started or workers that were ready before cannot restart, RuntimeError if it was closed."""
         with self._state:
             while not (self._started and all(w.ready for w in self._workers)) and not (self._fatal or self._closing):
                 self._state.wait(0.5)
@@ -224,8 +227,8 @@ class EpisodePool:
 
     def key(self) -> str:
         """Returns a digest of everything except the model that decides episodes: the environment's code and
-        the options that reach it. Equal on all hosts where these are equal. Waits for the workers, which
-        compute the code digest.
+        the options that reach it, 16 hexadecimal digits. Equal on all hosts where these are equal. Waits for the
+        workers, which compute the code digest, and raises as `ready`.
         """
         self.ready()
         decides = json.dumps(self._decides | {"sources": self._sources}, sort_keys=True)
@@ -256,7 +259,8 @@ class EpisodePool:
 
     def reply(self, id: str, turn: dict) -> None:
         """Replies to a "send" event with the model's turn: {"text", "thinking", "calls": [{"id", "name", "arguments",
-        "error"}], "finish"}. Ignored if the episode is over, for example after its worker was lost.
+        "error"}], "finish"}; env.program also reads "tokens", [prompt, sampled], "written", the text of a turn with a
+        malformed call, and "over". Ignored if the episode is over, for example after its worker was lost.
 
         Raises ValueError if the episode does not wait for a turn.
         """
@@ -271,7 +275,8 @@ class EpisodePool:
             self._wake()
 
     def cancel(self, ids: list[str]) -> None:
-        """Ends these episodes; they produce no further events."""
+        """Ends these episodes; they produce no further events, and those not fetched yet are dropped. Ids of episodes
+        that are over are ignored."""
         with self._state:
             gone = set(ids)
             self._events = deque(e for e in self._events if e.id not in gone)
@@ -299,12 +304,13 @@ class EpisodePool:
         chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
 
         failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the last turn so far}.
+        the last turn so far if the episode was late and its code ended, else 0}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 
         Raises:
-          RunStopped: workers cannot work (ConfigError before the first worker was ready)."""
+          RunStopped: workers cannot work (ConfigError before the first worker was ready).
+          RuntimeError: the pool was closed. Both only once no event is left."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             while not self._events and not (self._fatal or self._closing):

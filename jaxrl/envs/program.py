@@ -56,7 +56,11 @@ class ProgramResult:
 
 class ProgramChat(Chat):
     """The chat of a program's episode: requests to the proxy carry whole conversations, of which only new messages
-    are added."""
+    are added. host, parallel: as Chat.
+
+    Attributes:
+      known: messages up to the latest trained turn, in the form of ChatRequest.messages.
+      over: whether turns or tokens are used up."""
 
     def __init__(self, host, parallel: int):
         super().__init__(host, parallel)
@@ -96,8 +100,12 @@ class ProgramRunner(EpisodeRunner):
     """Runs programs as episodes.
 
     Args:
-      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash`, `must_score`, `images` (whether messages
-        may show any), and `memory_gb`, the limit of one program with its child processes.
+      setup: `program` (words), `score`, `train_calls` (specs or ""), `crash` ("scored": a failed program is scored as
+        any other; else it is an error of the environment), `must_score` (whether an episode needs a score), `images`
+        (whether messages may show any), `user` (config.user), and `memory_gb`, the limit in GiB of one program with
+        its child processes, 0 = none.
+
+    Raises LoadError if the program is not found, or a function cannot be loaded or has the wrong signature.
     """
 
     name = "starting it"
@@ -123,7 +131,12 @@ class ProgramRunner(EpisodeRunner):
         return ProgramChat(running, parallel)
 
     async def run(self, task, chat, running):
-        """Runs the program until it ends, answers its calls with the model's turns, and returns the score."""
+        """Runs the program until it ends, answers its calls with the model's turns, and returns the episode's result:
+        that of env.score, else the content of reward.json. Without that file: 0.0 if the program failed, or if turns or
+        tokens were used up and the episode must have a score, else None.
+
+        Raises BadEnvironment if the program fails while turns and tokens are left (unless env.crash=scored), if
+        reward.json is not JSON, and if the program ends by itself without a score that the episode must have."""
         words = [FIELD.sub(lambda m: _field(m[1], task), word) for word in self._words]
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:
@@ -202,7 +215,10 @@ class ProgramProcess:
     """A program with its child processes. On Linux a supervisor process kills whatever is left.
 
     Args:
-      words: the command. folder: where it runs. memory: its limit in bytes. url, key: of the proxy."""
+      words: the command. folder: where it runs. task: an api.Task. memory: its limit in bytes. url, key: of the proxy.
+
+    Attributes:
+      status: its exit status, once `end` has returned. printed: (stdout, stderr), the last MiB of each."""
 
     ended: asyncio.Future  # once it was started
 

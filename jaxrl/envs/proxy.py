@@ -57,7 +57,9 @@ class CallQueue:
         return latest.asked, await asyncio.shield(latest.answer)
 
     def close(self, waiting: PendingCall | None) -> None:
-        """Refuses pending and further calls with RequestError. waiting: the call that is being answered, or None."""
+        """Refuses the calls that wait with RequestError. waiting: the call that is being answered, or None.
+
+        A call that comes later waits without end: the episode's key has to be withdrawn (see `Proxy.open`)."""
         left = [] if waiting is None else [waiting]
         while not self.calls.empty():
             left.append(self.calls.get_nowait())
@@ -87,7 +89,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def open(self):
-        """Context that yields (API key, CallQueue) of an episode; the key is refused after it."""
+        """Returns a context that yields (API key, CallQueue) of an episode; the key is refused after it."""
         key, line = f"sk-{secrets.token_urlsafe(24)}", CallQueue(self._images)
         self._lines[key] = line
         try:

@@ -26,7 +26,7 @@ def as_dict(options) -> dict:
 
 
 def check_interpreter(python: str) -> str:
-    """Returns env.python. Raises ConfigError if there is no such program."""
+    """Returns env.python; "" (this interpreter) as it is. Raises ConfigError if there is no such program."""
     if python and shutil.which(python) is None and not os.path.isfile(python):
         raise ConfigError(f"env.python={python!r}: no such program; name the interpreter of the virtual environment"
                           " that has the environments' packages, /path/venv/bin/python")
@@ -35,9 +35,10 @@ def check_interpreter(python: str) -> str:
 
 def specs(env, folder: FunctionFolder) -> dict:
     """Returns the episode part of a worker's setup: `function`, `tools`, `program` (words), `mcp`, `servers`,
-    `score`, `train_calls`, with absolute paths of files. Raises ConfigError.
+    `score`, `train_calls`, with absolute paths of files.
 
-    env: the options below `env`. folder: keeps functions that are passed from Python."""
+    env: the options below `env`. folder: keeps functions that are passed from Python. Raises ConfigError if none or
+    several kinds of episode are named, and for a name, address or function that cannot be one."""
     kinds = {"env.function": env.function, "env.program": env.program, "env.tools": len(env.tools) + len(env.mcp)}
     named = [name for name, value in kinds.items() if value]
     if len(named) > 1:
@@ -59,7 +60,8 @@ def specs(env, folder: FunctionFolder) -> dict:
 
 
 def without_folders(what: dict) -> dict:
-    """Returns a worker's setup without the folders of its files, so that it is equal on all hosts."""
+    """Returns what `specs` returned with every text cut to the part behind its last "/", so that it is equal on all
+    hosts: files lose their folders, URLs all but their last part."""
     def short(value):
         return [short(v) for v in value] if isinstance(value, list) else value.rpartition("/")[2]
     return {key: short(value) for key, value in what.items()}

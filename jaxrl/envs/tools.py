@@ -70,7 +70,8 @@ class Tool:
 
 
 def tools_by_name(sources) -> dict[str, Tool]:
-    """Returns name -> Tool of functions, schemas and Tools. Raises TypeError if two have the same name."""
+    """Returns name -> Tool of functions, schemas and Tools. Raises TypeError for anything else (see `Tool`), and if two
+    have the same name."""
     tools = {}
     for tool in (one if isinstance(one, Tool) else Tool(one) for one in sources):
         if tool.name in tools:
@@ -116,7 +117,7 @@ def schema(fn) -> dict:
     fn: a function with type hints and a Google-style docstring, whose text before `Args:` the model reads.
 
     Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
-    passed by name, or a type that no call can hold."""
+    passed by name, or a type that is not defined or that no call can hold."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:

@@ -20,7 +20,9 @@ class ConnectionClosed(ConnectionError):
 
 
 class WebSocket:
-    """A client's WebSocket connection (RFC 6455): `open`, then `send` and `receive` texts; `close` at the end."""
+    """A client's WebSocket connection (RFC 6455): `open`, then `send` and `receive` texts; `close` at the end.
+
+    reader, writer: asyncio's streams after the handshake, which `open` makes."""
 
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer
@@ -53,7 +55,7 @@ class WebSocket:
         return cls(reader, writer)
 
     async def send(self, text: str) -> None:
-        """Sends a text message and waits until the transport takes more."""
+        """Sends a text message and waits until the transport takes more. Raises ConnectionError if it is broken."""
         self._frame(TEXT, text.encode())
         await self._writer.drain()
 

@@ -70,7 +70,8 @@ class Seats:
         self.since[EPISODES_PER_WORKER] = time.monotonic()
 
     def ages(self) -> dict[int, float]:
-        """Returns seat -> seconds since its time, for another host with another clock."""
+        """Returns seat -> seconds since its time, for another host with another clock; idle seats are left out. Seat
+        EPISODES_PER_WORKER is the heartbeat."""
         now = time.monotonic()
         return {seat: now - since for seat, since in enumerate(self.since) if since}
 
@@ -171,7 +172,7 @@ class Attempt:
         self.entered = self.server.seats.since[self.seat] = time.monotonic()
 
     def leave(self) -> None:
-        """Marks the end of the episode's code and adds its time."""
+        """Marks the end of the episode's code and adds its time. In a fork of the worker it ends the process."""
         if FORKED:
             os._exit(1)
         now = self.server.seats.since[EPISODES_PER_WORKER] = time.monotonic()
@@ -192,7 +193,8 @@ class Attempt:
         self.server.send([self.n, "send", payload | {"seconds": seconds_spent}])
 
     async def exchange(self, payload: dict) -> dict:
-        """Sends a payload to the trainer and returns the model's turn, as EpisodePool.reply sends it."""
+        """Sends a payload to the trainer and returns the model's turn, as EpisodePool.reply sends it. Raises
+        EpisodeTimeout if the episode is late."""
         self._send_payload(payload)
         self.waiting = self.server.loop.create_future()
         turn = await self.waiting
@@ -299,7 +301,7 @@ class BlockingAttempt(Attempt):
 
     async def exchange(self, payload: dict) -> dict:
         """Sends a payload to the trainer and returns the model's turn; other episodes run meanwhile. Raises
-        EpisodeCancelled."""
+        EpisodeTimeout if the episode is late, EpisodeCancelled if the trainer cancelled it."""
         self.leave()
         try:
             self._send_payload(payload)
@@ -311,7 +313,9 @@ class BlockingAttempt(Attempt):
         return turn
 
     async def call(self, fn, phase: str, *args, **kwargs):
-        """Calls a user's function in this thread and returns its result; a coroutine is run to its end."""
+        """Calls a user's function in this thread and returns its result; a coroutine is run to its end.
+
+        phase: what it is, for messages. args, kwargs: of the function fn."""
         before, self.phase = self.phase, phase
         found = fn(*args, **kwargs)
         if hasattr(found, "__await__"):
@@ -375,7 +379,7 @@ class Server:
         self._thread = threading.get_ident()
 
     def serve(self) -> None:
-        """Runs episodes until the pool's process is gone."""
+        """Runs episodes until the pool's process is gone, then ends this process."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
         asyncio.set_event_loop(self.loop)
@@ -393,7 +397,8 @@ class Server:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def send(self, message: list) -> None:
-        """Queues a message, from any thread. Messages that come together are written together."""
+        """Queues a message, from any thread. Messages that come together are written together. Raises ValueError,
+        TypeError or RecursionError for a message that JSON cannot hold, such as NaN."""
         line = self._encode(message).encode("utf-8", "replace")
         with self._lock:
             first = not self._unsent

@@ -38,7 +38,8 @@ script, a program or the environment. Writes DIR (default: migrated)/<name>.py, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command and returns its exit status: 0, 3 for a refused job, 2 for what cannot be read and for no
+    arguments. argv: the words after `jaxrl migrate`; None = those of the process."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or any(a in ("-h", "--help") for a in argv):
         versions = "\n".join(f"{name:>13}  {', '.join(table_of(name).versions)}" for name in SYSTEMS)
@@ -77,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
-    """Returns (system, file, flags, overrides). Raises Unreadable for anything else."""
+    """Returns (system, file, flags, overrides). flags: names without -- -> values ("" of strict). Overrides are all
+    other words after the file, and key=value before it where no such file exists. Raises Unreadable for an unknown flag
+    before the file, and where system or file is missing."""
     flags: dict[str, str] = {}
     places, overrides = [], []
     for arg in argv:
@@ -98,8 +101,8 @@ def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
 
 
 def version_of(table: Table, asked: str) -> str:
-    """Returns the version of a table whose defaults hold for the one that is asked for: itself, or the last before
-    it."""
+    """Returns the version of a table whose defaults hold for the one that is asked for: itself, or the last before it.
+    Raises Unreadable where there is none."""
     if asked in table.versions:
         return asked
 
@@ -119,7 +122,8 @@ def _known(m: Migration, system: str) -> int:
 
 
 def refuse_another(m: Migration) -> None:
-    """Refuses a file most of whose keys no version of the system has: it is another system's."""
+    """Refuses a file as another system's if more than half of its keys, and at least MOST_STRANGE, are in no version of
+    the system: this is then all that lacks, and nothing is asked. A job that is refused already is left alone."""
     total = len(m.singles)
     if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
         return
@@ -132,7 +136,9 @@ def refuse_another(m: Migration) -> None:
 
 
 def say(data: dict, out: Path) -> int:
-    """Prints what matters; returns the exit status."""
+    """Prints the outcome, the counts of keys, what the user is asked, what lacks and is unknown, packages that are not
+    installed, and the commands; returns 3 for a refused job, else 0. data: of report.report. out: folder of the
+    reports."""
     counts: dict[str, int] = {}
     for key in data["keys"]:
         counts[key["kind"]] = counts.get(key["kind"], 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 import re
 from collections.abc import Mapping
@@ -16,9 +17,15 @@ _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operato
 
 
 def computed(text: str) -> str | None:
-    """Returns what a command prints whose variables are filled in; None for any other command."""
+    """Returns the text that `printf "%.Nf" X` or `awk "BEGIN {...}"` prints, with all variables filled in before; None
+    for any other command.
+
+    Of awk are read assignments, `if (a < b) x = ...`, `print` (6 significant digits) and `printf "%.Nf"` of sums,
+    differences, products and quotients; None for anything else, for more than 2000 characters, and where nothing is
+    printed."""
     if found := _PRINTF.fullmatch(text.strip()):
-        return f"{float(found[2]):.{found[1]}f}"
+        with contextlib.suppress(ValueError):  # "-", "1.2.3"
+            return f"{float(found[2]):.{found[1]}f}"
     found = _AWK.fullmatch(text.strip())
     if not found or len(text) > 2000:
         return None

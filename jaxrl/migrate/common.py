@@ -32,14 +32,17 @@ SCHEDULES = {
 
 
 def data_files(m: Migration, paths: list, *keys: str) -> None:
-    """Sets training files, folders or hub ids."""
+    """Sets data.path to these files, folders or hub ids as texts. Empty ones are left out; without any, nothing is
+    set."""
     paths = [str(p) for p in paths if p]
     if paths:
         m.set("data.path", tuple(paths), *keys)
 
 
 def eval_sets(m: Migration, paths: list, *keys: str) -> None:
-    """Sets evaluation files as name=path; names from the files, made different where two are the same."""
+    """Sets eval.sets to `name=path` for each path. A name is the file's, without its ending and with `_` for unusual
+    characters; of files of the same name the folder's name or a number makes it another. Empty paths are left out;
+    without any, nothing is set."""
     out: dict[str, str] = {}
     for path in (str(p) for p in paths if p):
         stem = PurePosixPath(path).name
@@ -55,7 +58,8 @@ def eval_sets(m: Migration, paths: list, *keys: str) -> None:
 
 
 def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_key: str) -> None:
-    """Sets prompts per step and completions to each; the product is a fact of the report."""
+    """Sets data.prompts_per_step to `prompts` and rollout.group_size to `group`, the completions per prompt. The
+    report's facts have both, and their product as the sequences per step."""
     m.set("data.prompts_per_step", prompts, *keys)
     m.set("rollout.group_size", group, group_key)
     m.facts["prompts per step"] = prompts
@@ -64,7 +68,9 @@ def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_k
 
 
 def minibatches(m: Migration, option: str, prompts: int, size: int | None, epochs: int, *keys: str) -> None:
-    """Sets optimizer steps of a pass over the batch, from the prompts of one."""
+    """Sets `option` to the optimizer steps of a pass over the batch, prompts / size. size: prompts of one optimizer
+    step; None or 0 = all. Refuses the job, by the last key, where that is no whole number. Of algorithm.num_minibatches
+    the report's facts have the optimizer steps of a step, which are `epochs` times as many."""
     size = size or prompts
     if size > prompts or prompts % size:
         m.lacks(keys[-1], f"{prompts} prompts are no multiple of mini-batches of {size}", refuse=True)
@@ -75,13 +81,15 @@ def minibatches(m: Migration, option: str, prompts: int, size: int | None, epoch
 
 
 def updates(m: Migration) -> int:
-    """Returns the optimizer steps of a step, as they are set; 1 where a refused config has none."""
+    """Returns the optimizer steps of a step: algorithm.num_minibatches times algorithm.ppo_epochs, as rules have set
+    them. One that is not set (as in a refused config), or 0, counts 1."""
     return math.prod(m.options.get(f"algorithm.{n}", (1,))[0] or 1 for n in ("num_minibatches", "ppo_epochs"))
 
 
 def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
-    """Sets a critic's optimizer, where it is not the policy's, which is set by now. own: option -> (value, its
-    keys)."""
+    """Sets critic.optimizer.NAME where the value is another than the policy's optimizer.NAME, which rules have set by
+    now (else its default). own: NAME -> (value, its keys). Where own's schedule is constant, floor, decay_steps and
+    decay_shape are left out."""
     constant = own.get("schedule", ("",))[0] == "constant"
     for option, (value, keys) in own.items():
         if constant and option in ("floor", "decay_steps", "decay_shape"):  # what only a decay reads
@@ -92,8 +100,11 @@ def critics_optimizer(m: Migration, own: dict[str, tuple]) -> None:
 
 
 def frozen_dtype(m: Migration, option: str, computed: str, *keys: str, held: str = "") -> None:
-    """Sets the dtype of a frozen model (reference.dtype, teacher.dtype, reward.model.dtype), where the job has one. It
-    is fp32 where the source neither holds it in bf16 nor computes so: a bf16 cast at each use gives bf16's numbers."""
+    """Sets `option`, the dtype of a frozen model (reference.dtype, teacher.dtype, reward.model.dtype), where the job
+    has one. computed, held: the source's dtypes of its computation and of its weights; held "" = computed.
+
+    The option is bf16 if one of the two is bf16, auto or not known, else fp32: a bf16 cast at each use gives bf16's
+    numbers. A computation in another dtype than the job's train.compute_dtype is a known difference."""
     role = option.removesuffix(".dtype")
     if not _has(m, role):
         return
@@ -123,13 +134,16 @@ REFERENCE_AS_TRAINER = Joint(  # where the source gives it no dtype of its own
 
 
 def of(m: Migration, option: str) -> tuple[str, ...]:
-    """Returns an option's value and its keys."""
+    """Returns (value, key, ...) of an option that a rule has set: its value and the source's keys. Raises KeyError
+    where none has."""
     value, keys = m.options[option]
     return (value, *keys)
 
 
 def critics_dtype(m: Migration, key: str, option: str) -> None:
-    """Says that a critic's dtype is another than the policy's, which is the only one here. option: the policy's."""
+    """Records `key`, a critic's dtype of computation, as not carried over where it is another than the policy's, the
+    only one in jaxrl. option: the policy's; its auto is bf16. Does nothing without a critic (algorithm.advantage is not
+    gae) or where the key is null."""
     if m.options.get("algorithm.advantage", ("",))[0] != "gae" or m[key] is None:
         return
     here = m.options.get(option, ("bf16",))[0]
@@ -138,7 +152,9 @@ def critics_dtype(m: Migration, key: str, option: str) -> None:
 
 
 def critics_weights(m: Migration, held: str | None, key: str) -> None:
-    """Says that a critic holds and learns its weights in another dtype than the policy."""
+    """Records `key` as not carried over where a critic holds and trains its weights in another dtype than the policy's
+    train.param_dtype. held: the critic's, by jaxrl's name; None is another. Does nothing without a critic
+    (algorithm.advantage is not gae)."""
     here = m.options.get("train.param_dtype", ("fp32",))[0]
     if m.options.get("algorithm.advantage", ("",))[0] == "gae" and held != here:
         m.lacks(
@@ -147,8 +163,12 @@ def critics_weights(m: Migration, held: str | None, key: str) -> None:
 
 
 def token_mean(m: Migration, sequences: int, *keys: str) -> None:
-    """Sets a source's token mean of each micro-batch, which are averaged by their sequences. sequences: of a
-    micro-batch; 0 where that number is not in the config, as with micro-batches of so many tokens."""
+    """Sets algorithm.aggregation for a source that takes a token mean of each micro-batch and averages these by their
+    sequences. sequences: of a micro-batch; 0 where that number is not in the config, as with micro-batches of so many
+    tokens.
+
+    1 sets sequence_mean; other numbers set token_mean, and above 1 algorithm.aggregation_sequences. All but 1 leave a
+    known difference."""
     m.set("algorithm.aggregation", "sequence_mean" if sequences == 1 else "token_mean", *keys)
     if sequences > 1:
         m.set("algorithm.aggregation_sequences", sequences, *keys)
@@ -165,7 +185,9 @@ def token_mean(m: Migration, sequences: int, *keys: str) -> None:
 
 
 def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) -> None:
-    """Sets a KL to the reference of this weight; 0: no reference, and the other keys do nothing."""
+    """Sets algorithm.kl.coef and, where it is not 0, algorithm.kl.estimator and algorithm.kl.placement (loss or
+    reward). With a coefficient of 0 there is no reference, and the other keys do nothing. k1 in the loss refuses the
+    job by its last key. The report's facts have the KL."""
     m.set("algorithm.kl.coef", coef, *keys)
     m.facts["KL to the reference"] = f"{coef} x {estimator} in the {placement}" if coef else "none"
     if not coef:
@@ -182,8 +204,12 @@ def kl(m: Migration, coef: float, estimator: str, placement: str, *keys: str) ->
 
 
 def temperatures(m: Migration, trained: float, drawn: float, key: str) -> None:
-    """Sets a temperature of the trainer's log-probs beside the sampler's. Called after the mismatch rules: where the
-    loss compares its log-probs with the sampler's there is one temperature."""
+    """Sets algorithm.temperature, by which the trainer divides logits, where `trained` is another than `drawn`, the
+    sampler's, and leaves a known difference.
+
+    It is recorded as not carried over instead where there can be one temperature only: the loss compares the trainer's
+    log-probs with the sampler's (algorithm.old_logprobs=rollout, a mismatch correction, algorithm.m2_threshold), or the
+    recipe is not rl. Called after the rules that set these."""
     if trained == drawn:
         return
     set_to = lambda option, value: m.options.get(option, (value, ()))[0] == value  # noqa: E731
@@ -212,7 +238,8 @@ def _one_temperature(m: Migration, trained: float, drawn: float, key: str) -> No
 
 
 def leave_out_temperature(m: Migration) -> None:
-    """Takes out what `temperatures` set, of a job that turns out to have a teacher instead of rewards."""
+    """Removes the algorithm.temperature that `temperatures` set, and its known difference, from a job that turns out to
+    have a teacher instead of rewards; its key is recorded as not carried over. Does nothing where none is set."""
     if "algorithm.temperature" not in m.options:
         return
     trained, keys = m.options.pop("algorithm.temperature")
@@ -222,13 +249,15 @@ def leave_out_temperature(m: Migration) -> None:
 
 
 def triggers(m: Migration, option: str, steps: int | None, *keys: str) -> None:
-    """Sets a period in steps; -1, 0 and null: never."""
+    """Sets `option` to a period in steps; None and numbers below 1 set 0, which is never."""
     m.set(option, steps if steps and steps > 0 else 0, *keys)
 
 
 def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction: float | None, *keys: str) -> None:
-    """Sets the shape of the learning rate: kind of the source (constant, linear, cosine), warm-up in updates or as a
-    share of all (which counts where it is above 0)."""
+    """Sets optimizer.schedule, optimizer.warmup_steps and, above 0, optimizer.warmup_fraction; optimizer.lr has been
+    set. kind: the source's name, one of SCHEDULES; of another, `name` (its key) is recorded as not carried over and
+    nothing is set. warmup: updates; fraction: a share of all updates, which counts where it is above 0. None = 0. The
+    report's facts have the learning rate."""
     if kind not in SCHEDULES:
         m.lacks(name, f"of schedules there are constant, linear, cosine and wsd, not {kind!r}")
         return
@@ -242,7 +271,8 @@ def schedule(m: Migration, name: str, kind: str, warmup: float | None, fraction:
 
 
 def checkpoints(m: Migration, every: str, keep: str) -> None:
-    """Sets steps between checkpoints and how many are kept, by the source's keys; -1, 0 and null: none, and all."""
+    """Sets checkpoint.every_steps by the key `every` (null, 0 and below: never) and checkpoint.keep by the key `keep`
+    (null, 0 and below: -1, all of them). checkpoint.every_minutes is 0, never."""
     triggers(m, "checkpoint.every_steps", m.integer(every), every)
     m.set("checkpoint.every_minutes", 0.0, every)
     most = m.integer(keep)
@@ -250,7 +280,10 @@ def checkpoints(m: Migration, every: str, keep: str) -> None:
 
 
 def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
-    """Sets an option of vLLM's own by its name there."""
+    """Sets rollout.vllm.engine_kwargs.NAME, an option of vLLM's own; a dotted name sets an entry of the table NAME.
+
+    limit_mm_per_prompt.image sets data.max_images instead, and other limits of it are inert. speculative_config is
+    recorded as not carried over."""
     if name == "limit_mm_per_prompt.image":
         m.set("data.max_images", int(value), key)
     elif name.startswith("limit_mm_per_prompt."):
@@ -271,14 +304,16 @@ def engine_kwarg(m: Migration, key: str, name: str, value) -> None:
 
 
 def template_kwargs(m: Migration, pattern: str) -> None:
-    """Sets variables of the chat template, by the pattern of their keys."""
+    """Sets data.chat_template_kwargs.NAME for each key that the row `pattern` owns, NAME the key's last part. Null is
+    left out."""
     for s in m.all(pattern):
         if s.value is not None:
             m.set(f"data.chat_template_kwargs.{s.key.rpartition('.')[2]}", s.value, s.key)
 
 
 def sampled_experts(m: Migration, *keys: str) -> None:
-    """Replays the sampler's choice of experts in the update and in the pass that scores old log-probs."""
+    """Sets algorithm.routes=sampled: the update, and the pass that scores old log-probs, replay the sampler's choice of
+    experts. Removes a rollout.vllm.prefix_caching=False that has been set, with a known difference."""
     m.set("algorithm.routes", "sampled", *keys)
     if m.options.get("rollout.vllm.prefix_caching", (True,))[0] is False:
         m.options.pop("rollout.vllm.prefix_caching")
@@ -286,19 +321,23 @@ def sampled_experts(m: Migration, *keys: str) -> None:
 
 
 def router_bias(m: Migration, on: str, rate: str) -> None:
-    """Sets Megatron's change of the bias by which routers choose experts, by the keys of its switch and rate."""
+    """Sets train.router_bias_rate, Megatron's change of the bias by which routers choose experts, by the key `rate`, if
+    the key `on` is true and the rate is not 0."""
     if m.flag(on) and m.number(rate):
         m.set("train.router_bias_rate", float(m.number(rate)), on, rate)
 
 
 def offloaded(m: Migration, key: str) -> None:
-    """Keeps what the backward pass needs in host memory, where a key says so; the numbers stay the same."""
+    """Sets model.remat=offload, in place of what is set, if the key is true: what the backward pass needs is kept in
+    host memory. The numbers stay the same."""
     if m.flag(key):
         m.set("model.remat", "offload", key, *m.options.pop("model.remat", ("", ()))[1])
 
 
 def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_len", *keys: str) -> None:
-    """Sets a bound on prompt and completion together, where it is not below their sum."""
+    """Sets a source's bound on prompt and completion together. `option` gets it if it is at least
+    data.max_prompt_tokens + rollout.max_new_tokens, which have been set; a lower bound becomes
+    train.max_sequence_tokens. None and 0 set nothing."""
     needed = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     if longest and longest >= needed:
         m.set(option, longest, *keys)
@@ -307,7 +346,9 @@ def context(m: Migration, longest: int, option: str = "rollout.vllm.max_model_le
 
 
 def loggers(m: Migration, key: str, names: list, project: str, run: str, project_key: str, run_key: str) -> None:
-    """Sets where metrics go: console and wandb. An unknown sink is reported; `file` (JSON lines) is always there."""
+    """Sets log.wandb (whether "wandb" is among the names), log.tensorboard=True and, where they are not empty,
+    log.wandb_project and log.wandb_name. A name that jaxrl has no sink of is recorded as not carried over; JSON lines
+    are always written."""
     names = [str(n).lower() for n in names]
     m.set("log.wandb", "wandb" in names, key)
     m.set("log.tensorboard", True, key)
@@ -327,7 +368,11 @@ def loggers(m: Migration, key: str, names: list, project: str, run: str, project
 def lora(
     m: Migration, rank: int, alpha: float, targets, exclude, init: str, dropout: float, keys: tuple[str, ...]
 ) -> None:
-    """Sets adapters of a rank above 0."""
+    """Sets lora.rank, lora.alpha, lora.targets (all-linear where there are none) and, where they are given,
+    lora.exclude and lora.init. rank: 0 and None set nothing. init: "", kaiming, default and true are jaxrl's own.
+
+    dropout above 0 sets lora.dropout if the recipe is sft, and else is recorded as not carried over, by the last key.
+    """
     if not rank:
         return
     m.set("lora.rank", rank, *keys)
@@ -363,8 +408,12 @@ def weighed(tokens, cfg):
 
 
 def rollout_weights(m: Migration, loss: str, low: str, high: str, second: bool) -> None:
-    """Sets a policy gradient whose tokens are weighed by their ratio of policy to sampler, by 0 outside of bounds, by
-    their keys. With several optimizer steps per batch, or a second weight (second), it is a function in a file."""
+    """Sets a policy gradient whose tokens are weighed by their ratio of policy to sampler, by 0 outside of the bounds 1
+    - low (at least 0) and 1 + high. low, high: keys of these numbers; loss: the key that chooses the loss.
+
+    With one optimizer step per batch it is algorithm.policy_loss=pg, algorithm.ratio=token and
+    algorithm.mismatch.correction=token_mis with its low and cap. With several, or a second weight (`second`), it is a
+    function in NAME_loss.py beside the config. Both set algorithm.old_logprobs=recompute."""
     least, most = max(1 - m.number(low), 0.0), 1 + m.number(high)
     m.set("algorithm.old_logprobs", "recompute", loss)
     m.facts["clip"] = f"weights against the sampler of {least:g} to {most:g}, others 0"
@@ -381,7 +430,9 @@ def rollout_weights(m: Migration, loss: str, low: str, high: str, second: bool) 
 
 
 def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
-    """Sets Clip-Cov's share of tokens and bounds, by their keys; it reads the trainer's log-probs before the update."""
+    """Sets algorithm.cov_share, algorithm.cov_low and algorithm.cov_high, of Clip-Cov, by these keys, and
+    algorithm.old_logprobs=recompute, as it reads the trainer's log-probs before the update. Leaves a known difference.
+    """
     m.set("algorithm.cov_share", m.number(share), share, loss)
     m.set("algorithm.cov_low", m.number(low), low)
     m.set("algorithm.cov_high", m.number(high), high)
@@ -390,7 +441,8 @@ def clip_cov(m: Migration, share: str, low: str, high: str, loss: str) -> None:
 
 
 def chat_template(m: Migration, key: str) -> None:
-    """Sets the file of a chat template. A relative path is of the folder where the source is started."""
+    """Sets model.chat_template to the file that the key names. A relative path is of the folder where the source is
+    started: the user is asked to copy the file."""
     path = m.text(key)
     m.set("model.chat_template", path, key)
     if not path.startswith(("/", "~", "$")):
@@ -409,7 +461,9 @@ def score(prompt, completion, answer=None, **columns):
 
 
 def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
-    """Adds a file for a reward that cannot be carried over; it stops the run until it is written."""
+    """Adds the file NAME_reward.py, for a reward that cannot be carried over, sets reward.functions to it and asks the
+    user to write it; until then the run stops before the model is loaded. what: the reward; where: its place in the
+    source, cut at 160 characters."""
     clean = " ".join(ascii(where).strip("'").replace('"', "").replace("\\", "/").split())
     clean = textwrap.shorten(clean, 160, placeholder=" ...")
     file = reward_file(m, STUB.format(what=what.replace('"', ""), file=f"{m.name}_reward.py", where=clean), key)
@@ -417,7 +471,8 @@ def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
 
 
 def reward_file(m: Migration, text: str, *keys: str) -> str:
-    """Adds a file with a function `score` beside the config, of what these keys say. Returns its name."""
+    """Adds the file NAME_reward.py, whose text has a function `score`, beside the config, and sets reward.functions to
+    it by these keys. Returns the file's name."""
     file = f"{m.name}_reward.py"
     m.files[file] = text
     m.set("reward.functions", (f"./{file}:score",), *keys)

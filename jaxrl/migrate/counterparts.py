@@ -18,8 +18,9 @@ MOST = 12  # keys that are migrated to look up one name
 
 
 class Counterpart(NamedTuple):
-    """A key of another system. whole: the name asked for is the key, or its last two parts or more. options: those of
-    ours that follow from it, the nearest first. kind, why: what the table says of a key without any."""
+    """A key of another system that resembles a name. system: its title. whole: the name is the key, or one of the two
+    is the last parts of the other, two or more. options: the jaxrl options that follow from the key, the nearest first.
+    kind, why: of the key's row (table.Key)."""
 
     system: str
     key: str
@@ -31,10 +32,11 @@ class Counterpart(NamedTuple):
 
 @cache
 def counterparts(name: str) -> tuple[Counterpart, ...]:
-    """Returns keys of other systems that are called `name`, or end as it does, the nearest first.
+    """Returns keys of other systems that are called `name`, or whose last parts are its last ones: at most MOST, the
+    nearest first, () for none.
 
-    Case, hyphens and underscores do not count. Imports the tables of all systems (half a second, no jax).
-    """
+    Case, hyphens and underscores do not count; patterns and the tables of further jobs (`trl/sft`) are not searched.
+    Imports the tables of all systems (half a second, no jax)."""
     asked = _parts(name)
     ranks = ((_rank(asked, parts), i) for i, (_, _, _, parts) in enumerate(_keys()))
     rows = []
@@ -59,8 +61,12 @@ def _keys() -> list[tuple[Table, Key, str, list[str]]]:
 
 @cache
 def options_of(system: str, name: str) -> tuple[str, ...]:
-    """Returns the options that follow from a key of a system, the nearest first: those that take its value as it is;
-    else those that change with it, of a name or a switch also those that are set because of it."""
+    """Returns the jaxrl options that follow from a key of a system's main table, the nearest first: those that take its
+    value as it is; else those that change with it, of a name or a switch also those that are set because of it.
+
+    A row that sets an option by itself has that one. A key of a joint rule is migrated with and without its `sample`,
+    at the last version and, if nothing follows there, at the first. () for other kinds than exact and equivalent,
+    without a sample, and where the system refuses it. name: of a row of the table; StopIteration for another."""
     table = table_of(system)
     key = next(key for key in table.keys() if key.name == name)
     if key.kind not in ("exact", "equivalent") or key.to:
@@ -96,7 +102,8 @@ def _same(new, value) -> bool:
 
 
 def sample(table: Table, key: Key) -> Any:
-    """Returns a legal value of a key, another than its default where there is one to find; None: there is none."""
+    """Returns a legal value of a key: the row's `other`, else the other bool, twice a whole number above 0, half a
+    float above 0, else the default itself. None where there is none."""
     if key.other is not None:
         return key.other
     default = key.default.at(table.versions, table.versions[-1]) if isinstance(key.default, Since) else key.default

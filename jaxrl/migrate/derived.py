@@ -11,7 +11,9 @@ from jaxrl.migrate.table import Joint, Key, Migration, Since, Table
 
 
 def derived(base: Table, job: str, rules: Iterable[Key | Joint], **changes) -> Table:
-    """Returns a table of these rules, and of the base's keys that are automatic or inert."""
+    """Returns a table for another job of the base's system: these rules, and the base's automatic and inert keys, under
+    the names that these rules do not have. changes: fields of Table; what they leave out is the base's, but `jobs` and
+    `required` are empty."""
     rules = tuple(rules)
     return replace(base, job=job, jobs=(), rules=(*rules, *_passed(base, rules)), **{"required": {}, **changes})
 
@@ -27,8 +29,8 @@ def _passed(base: Table, rules) -> tuple[Key, ...]:
 
 
 def selected(base: Table, *names: str, without: Iterable[str] = ()) -> tuple[Key | Joint, ...]:
-    """Returns the base's joint rules of these titles and its rows of these names, in its order. without: keys that
-    they do not have here."""
+    """Returns the base's joint rules of these titles and its rows of these names, in the base's order. without: names
+    of keys that the joint rules lose. Raises KeyError for a title or name that the base does not have."""
     found = {rule.title if isinstance(rule, Joint) else rule.name: rule for rule in base.rules}
     if unknown := set(names) - set(found):
         raise KeyError(f"{base.name}: {', '.join(sorted(unknown))}")
@@ -43,7 +45,7 @@ def _without(rule: Key | Joint, names: set[str]) -> Key | Joint:
 
 
 def defaults(rules: Iterable[Key | Joint], values: Mapping) -> tuple[Key | Joint, ...]:
-    """Returns the rules with other defaults of some keys."""
+    """Returns the rules with other defaults of some keys. values: name of the key's row -> its default, a Since too."""
 
     def one(key: Key) -> Key:
         return replace(key, default=values[key.name]) if key.name in values else key
@@ -52,8 +54,8 @@ def defaults(rules: Iterable[Key | Joint], values: Mapping) -> tuple[Key | Joint
 
 
 def from_version(rules: Iterable[Key | Joint], versions: tuple[str, ...], first: str) -> tuple[Key | Joint, ...]:
-    """Returns the rules with the defaults that hold from a version on. versions: those of the table that has the
-    rules."""
+    """Returns the rules with the defaults that hold from version `first` on, for a table that begins there. versions:
+    those of the table that has the rules."""
     later = versions[versions.index(first) + 1 :]
 
     def one(key: Key) -> Key:
@@ -66,7 +68,8 @@ def from_version(rules: Iterable[Key | Joint], versions: tuple[str, ...], first:
 
 
 def renamed(rules: Iterable[Key | Joint], prefixes: Mapping[str, str]) -> tuple[Key | Joint, ...]:
-    """Returns the rules with keys below other tables: {'actor_train.': 'sft_train.'}; the longest prefix counts."""
+    """Returns the rules with keys below other tables, {'actor_train.': 'sft_train.'}; the longest prefix counts. The
+    functions of joint rules keep the old names: what they read, set and say of a key is that of its new name."""
 
     def name(text: str) -> str:
         for old in sorted(prefixes, key=len, reverse=True):

@@ -15,7 +15,8 @@ MEGATRON = {  # axis of the mesh -> Megatron's name of its size
 
 
 def megatron_keys(prefix: str, beside: Mapping = {}, tried: str = "tp ep") -> tuple[Key, ...]:
-    """Returns rows of Megatron's sizes. tried: axes of which the tests try 2."""
+    """Returns the rows of Megatron's parallel sizes (MEGATRON) below `prefix`, each 1 by default. beside: as of Key.
+    tried: axes of which the tests try 2."""
     return tuple(
         Key(prefix + name, "equivalent", default=1, other=2 if axis in tried.split() else None, beside=beside)
         for axis, name in MEGATRON.items()
@@ -23,7 +24,8 @@ def megatron_keys(prefix: str, beside: Mapping = {}, tried: str = "tp ep") -> tu
 
 
 def megatron_sizes(m: Migration, prefix: str, used: bool = True) -> dict[str, int]:
-    """Returns axis -> size by Megatron's keys; 1 each where they are not used."""
+    """Returns {"tp", "pp", "ep", "cp": size} by Megatron's keys below `prefix`; null and 0 are 1. used: False makes all
+    1."""
     return {axis: (m.integer(prefix + name) or 1) if used else 1 for axis, name in MEGATRON.items()}
 
 
@@ -42,9 +44,15 @@ def count_gpus(m: Migration, source: int, default: int = 0, *alike: int) -> int:
 def mesh(
     m: Migration, backend: tuple[str, ...], keys: tuple[str, ...], *, tp=1, pp=1, cp=1, ep=1, fsdp=0, gpus=0
 ) -> None:
-    """Sets the mesh from a layout of torch systems. Pipelines have no counterpart: their share of the devices shards
-    parameters (fsdp) instead; the batch is the same. fsdp: size of a shard group, 0 = all that is left. backend: keys
-    that say how parameters are sharded."""
+    """Sets the mesh from a layout of torch systems: mesh.fsdp=-1, and mesh.tp, mesh.ep and mesh.cp above 1.
+
+    Args:
+      backend, keys: the keys that say how parameters are sharded, and those of the sizes.
+      pp: pipeline stages, which have no counterpart: their devices shard parameters (fsdp) instead, with the same batch
+        and a known difference.
+      ep: if it divides the devices, but not beside tp and cp, it is reduced to what does, with a known difference.
+      fsdp: size of a shard group; mesh.dp is the number of these, if there are several whole ones. 0 = all devices.
+      gpus: the policy's devices, which become m.trained_on and a fact of the report; 0 = those of the job (m.gpus)."""
     m.set("mesh.fsdp", -1, *backend)
     m.trained_on = gpus or m.gpus
     m.facts["GPUs"] = gpus or m.gpus or "unknown"
@@ -94,8 +102,15 @@ def engine(
     keys: tuple[str, ...],
     host: int = 0,
 ) -> None:
-    """Sets the rollout engine: vLLM whatever was asked for, so many servers over so many nodes, which train on so many
-    GPUs; where training and sampling share the GPUs they take turns. host: GPUs of a node, where the source says it."""
+    """Sets the rollout engine: vLLM whatever the source asks for (`backend`, by `key`), with a known difference where
+    that is another; an unknown one is recorded as not carried over and nothing is set.
+
+    `engines` servers of `tp` devices each over `nodes` hosts set rollout.vllm.tensor_parallel and rollout.vllm.replicas
+    (of a host), beside training on `gpus` GPUs. colocated: both share the GPUs in turns (rollout.placement=colocated,
+    and rollout.vllm.devices of several servers that fit). Else servers get the GPUs of a host behind training's
+    (rollout.placement=disaggregated, mesh.roles.policy, rollout.vllm.devices); if a host has fewer, the user is asked
+    to start servers elsewhere. gpus=0: not known, and nothing of the placement is set unless colocated. host: GPUs of a
+    node; 0 = the source does not say, and the layout is a fact or a question."""
     if backend not in ENGINES:
         m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
         return
@@ -147,9 +162,12 @@ def _of_hosts(m: Migration, trains: int, samples: int) -> None:
 def apart(
     m: Migration, train: list[int], infer: list[int], tp: int, nodes: int, *keys: str, policy: str, all_keys=()
 ) -> None:
-    """Gives training and sampling devices of their own, by number: policy and servers (of tp devices) of one host get
-    them; more hosts need servers that are started by hand. keys: those that make servers; policy: that of training's
-    devices; all_keys: those that part the two, where it is not that one alone."""
+    """Gives training and sampling devices of their own, by number (`train`, `infer`): policy and servers (of tp
+    devices) of one host get them, by rollout.placement, mesh.roles.policy, rollout.vllm.replicas and
+    rollout.vllm.devices. With more hosts nothing is set, and the user is asked to start the servers by hand.
+
+    keys: those that make servers; policy: that of training's devices; all_keys: those that part the two, where it is
+    not that one alone."""
     engines = max(len(infer) // max(tp, 1), 1)
     if nodes > 1:
         m.elsewhere = True
@@ -168,7 +186,9 @@ def apart(
 
 
 def shared(m: Migration, train: list[int], infer: list[int], nodes: int) -> None:
-    """Says what either has where the source lets them share only some devices. The engine has been set by now."""
+    """Leaves a known difference where the source lets training and sampling share only some of their devices (`train`
+    and `infer`, by number): it says which devices either has in jaxrl. Does nothing where the two are equal or one is
+    empty. The engine has been set by now."""
     if not train or not infer or set(train) == set(infer):
         return
     host = m.gpus // max(nodes, 1)
@@ -184,14 +204,14 @@ def shared(m: Migration, train: list[int], infer: list[int], nodes: int) -> None
 
 
 def rest(m: Migration, where: str, *keys: str) -> None:
-    """Sets where the policy's parameters and optimizer state are when it does not train (host), or always
-    (streamed)."""
+    """Sets where the policy's parameters and optimizer state are when it does not train (host), or always (streamed):
+    `rest` of mesh.roles.policy, beside what that has."""
     value, before = m.options.pop("mesh.roles.policy", ({}, ()))
     m.set("mesh.roles.policy", {**value, "rest": where}, *keys, *before)
 
 
 def ranges(numbers: list[int]) -> str:
-    """Returns '0-3,6' of sorted numbers."""
+    """Returns sorted numbers as text, '0-3,6' of 0, 1, 2, 3, 6; "" of none."""
     parts, start = [], 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

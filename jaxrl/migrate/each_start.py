@@ -12,7 +12,9 @@ NAMES = ("run.dir", "log.wandb_name", "log.wandb_project")
 
 
 def without(text: str) -> tuple[str, list[str]]:
-    """Returns a text without such parts and the marks before them, and the parts."""
+    """Returns a text without the parts that a source makes anew at each start (commands, random numbers, the time) and
+    the - _ . before each, and the list of these parts. A command at the text's beginning is such a part only if it
+    names a date, a time or a random number."""
     out, parts, i = "", [], 0
     while i < len(text):
         end = _command_end(text, i)
@@ -41,7 +43,9 @@ def _command_end(text: str, i: int) -> int:
 
 
 def settle(m: Migration) -> Migration:
-    """Takes such parts out of the run's folder and name, and says what that means for a second start."""
+    """Removes from run.dir, log.wandb_name and log.wandb_project the parts that the source makes anew at each start. Of
+    run.dir it leaves a known difference (a second start resumes the first run), and drops the option where nothing is
+    left. Returns m."""
     for option in NAMES:
         value, keys = m.options.get(option, ("", ()))
         name, parts = without(value) if type(value) is str else (value, [])

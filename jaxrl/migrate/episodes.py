@@ -31,8 +31,11 @@ async def episode(task, chat):
 
 
 def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *keys: str) -> None:
-    """Adds an episode function to be written, and the options of its environment. said: what the source says of it, a
-    line each. turns: most turns, where the source bounds them."""
+    """Sets env.function to a function in NAME_env.py, a stub beside the config, and asks the user to write it. what:
+    the episode, by name. said: what the source says of it, a line of the stub each.
+
+    turns: most turns, for env.max_turns; where the source does not bound them (None, 0), the user is asked. A
+    rollout.vllm.max_model_len that has been set bounds the conversation, too (`longest`)."""
     file = f"{m.name}_env.py"
     whole = (" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split()) for text in said)
     lines = [line for text in whole for line in textwrap.wrap(text, 114, subsequent_indent="  ")]
@@ -60,7 +63,8 @@ def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *ke
 
 
 def longest(m: Migration, tokens: int, *keys: str) -> None:
-    """Bounds the conversation, where that is less than all turns and their replies may have."""
+    """Sets train.max_sequence_tokens to `tokens`, the bound of a conversation, where that is less than the bound so
+    far, or without one less than the prompt, all turns and the environment's replies between them may have."""
     turns = m.options.get("env.max_turns", (8, ()))[0]
     seen = m.options.get("env.max_observation_tokens", (1024, ()))[0]
     turn, prompt = m.options["rollout.max_new_tokens"][0], m.options["data.max_prompt_tokens"][0]

@@ -29,7 +29,7 @@ PREPROCESSING = re.compile(r"rollout\.vllm\.engine_kwargs\.(.*_)?mm_.*")  # of i
 
 
 def has_tower(path: str) -> bool:
-    """Whether a model is, by its name, one whose tower for images is read."""
+    """Whether jaxrl reads the vision tower of a model, by the name of its checkpoint (the path's last part)."""
     return bool(READ.fullmatch(_name(path)))
 
 
@@ -38,7 +38,8 @@ def _name(path) -> str:
 
 
 def tower(pattern: str) -> str:
-    """Returns the pattern of our names that a name or pattern of a tower, or of a part of it, means; "" for others."""
+    """Returns the pattern of jaxrl's parameters that transformers' name, or a pattern of names, of a vision tower or a
+    part of it means; "" for other names."""
     found = TOWER.fullmatch(pattern)
     if found is None:
         return ""
@@ -48,7 +49,8 @@ def tower(pattern: str) -> str:
 
 
 def frozen(m: Migration, names: list[str], *keys: str) -> None:
-    """Sets parameters that do not train, by prefixes of the source's names."""
+    """Sets model.frozen to the parameters that do not train, by prefixes of the source's names. The user is asked to
+    name those that are of no vision tower."""
     found = [tower(name) for name in names]
     if unknown := [name for name, pattern in zip(names, found, strict=True) if not pattern]:
         m.needs(f"model.frozen: {', '.join(unknown)}: name these parameters by jaxrl's names (docs/guides/vision.md)")
@@ -57,14 +59,15 @@ def frozen(m: Migration, names: list[str], *keys: str) -> None:
 
 
 def pixels(m: Migration, least: str, most: str) -> None:
-    """Sets the sizes that images are brought to, by their keys."""
+    """Sets data.image_min_pixels by the key `least` and data.image_max_pixels by the key `most`; null sets nothing."""
     for key, option in ((least, "data.image_min_pixels"), (most, "data.image_max_pixels")):
         if m[key] is not None:
             m.set(option, m.integer(key), key)
 
 
 def without(m: Migration) -> None:
-    """Leaves out what names a tower, of a model whose name and options say none."""
+    """Removes the patterns of a vision tower from model.frozen and model.trainable, of a model whose name and options
+    say that it has none, and marks their keys inert."""
     for option in ("model.frozen", "model.trainable"):
         found, keys = m.options.get(option, ((), ()))
         kept = tuple(p for p in found if not str(p).startswith("vision/"))
@@ -79,7 +82,15 @@ def without(m: Migration) -> None:
 
 
 def settle(m: Migration) -> None:
-    """Makes a job of images, whose rules have run, one that jaxrl has."""
+    """Changes the options of a job with images, which its rules have set, to what jaxrl can run.
+
+    Rows with images are never cut (data.overlong_prompt=filter, data.overlong_completion=truncate), vLLM's options of
+    preprocessing are removed, and m.image_tokens gets an estimate for a plan. Of Gemma 3 the options of image sizes are
+    removed, and jobs that sample (rl, or with a rollout.engine) do so by the embedded sampler. In an environment
+    env.image_tokens is set and asked for; a teacher or reward model without a vision tower is asked for.
+
+    data.image_column="" (text alone) changes nothing but that rl and distill jobs of other models than Gemma 3 sample
+    by the embedded sampler."""
     recipe = m.options.get("run.recipe", ("rl", ()))[0]
     squares = SQUARES.fullmatch(_name(m.options.get("model.path", ("",))[0]))
     if m.options.get("data.image_column", ("images",))[0] == "":  # text alone

@@ -13,12 +13,12 @@ from jaxrl.migrate.source import Setting, Source, switch
 
 @dataclass(frozen=True)
 class Job:
-    """A job of another kind. It is recognised by a pattern of the command, or by one of some keys (`a.b`, `a.**`, or
-    `a.b=value`) where none of `unless` is set; if `file`, in a source without a command.
+    """A job of another kind than its system's table is about. It is recognised by a pattern of the command, or by one
+    of some keys (`a.b`, `a.**`, or `a.b=value`) where none of `unless` is set; with `file`, by keys only in a source
+    without a command.
 
-    table: `module:NAME` of the Table below jaxrl.migrate.systems that reads it. Without one the config is refused for
-    this reason alone, no rule is run, and `ours` is what does it here.
-    """
+    what: the job by name, for the report. table: `module:NAME` of the Table below jaxrl.migrate.systems that reads it.
+    Without one the config is refused for this reason alone, no rule is run, and `ours` is what does it in jaxrl."""
 
     what: str
     ours: str = ""
@@ -29,7 +29,7 @@ class Job:
     table: str = ""
 
     def reader(self) -> Any:
-        """Returns the Table that reads it."""
+        """Returns the Table that reads the job, importing its module. Call it only where `table` is set."""
         module, _, name = self.table.partition(":")
         return getattr(importlib.import_module(f"jaxrl.migrate.systems.{module}"), name)
 
@@ -42,7 +42,8 @@ EPISODES = "an environment (configs/env.py, docs/guides/environments.md)"
 
 
 def job_of(jobs: tuple[Job, ...], source: Source) -> tuple[str, Job] | None:
-    """Returns the first of the jobs that a source describes, and the key or command that says so."""
+    """Returns (the key or the words of the command that say so, the first of the jobs that a source describes); None
+    where it describes none."""
     for job in jobs:
         if job.command and (found := re.search(job.command, source.command)):
             return found[0].strip(), job
@@ -64,5 +65,5 @@ def _set(settings: Mapping[str, Setting], key: str) -> Setting | None:
 
 
 def pattern_of(name: str) -> str:
-    """Returns the regex of a dotted name with `*` and `**`."""
+    """Returns the regex of a dotted name, in which `*` stands for one part and `**` for one or more."""
     return re.escape(name).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")

@@ -35,8 +35,11 @@ NOT_TRAINED = (
 
 
 def trained(m: Migration) -> Migration:
-    """Refuses a job whose `model.path` names a model that jaxrl has no family for; where the source leaves it to its
-    default, the model is asked for."""
+    """Refuses a job whose `model.path` names a model of a family that jaxrl does not train (NOT_TRAINED); where the
+    source leaves the model to its default, the user is asked for one instead. Returns m.
+
+    A model with a vision tower that jaxrl reads, and a model not refused whose rows have an image column, are left to
+    `images.settle` and checked no further; of every other model `images.without` takes out the options of a tower."""
     path, keys = m.options.get("model.path", ("", ()))
     name = str(path).rstrip("/").rsplit("/", 1)[-1].lower()
     what = next((what for pattern, what in NOT_TRAINED if re.fullmatch(pattern, name)), None)

@@ -31,8 +31,8 @@ class Calls(NamedTuple):
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
     makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional
     one's; None: an argument that is read elsewhere.
-    trainers: class -> (command, argument -> key); a key in capitals takes the text of the argument.
-    derived: what is asked of a class of the program's own that is derived from one of the trainers; "": it is none.
+    trainers: class -> (command, argument -> key); a key in capitals takes the argument's text, in lower case.
+    derived: what is asked of a class of the program's own that is derived from a trainer; "" = those are not read.
     loaded: arguments of `from_pretrained`, of the model that a trainer is given -> their keys, as those of configs.
     loads: function of a data set -> keys of its positional arguments and keywords.
     flags: classes whose presence says that values come from the command line.
@@ -81,8 +81,8 @@ class Program(NamedTuple):
 
 
 def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, devices: int = 0) -> Program:
-    """Returns what a program's calls say. environment: variables and constants that are given another value.
-    devices: how many jax sees, 0 = not known. Raises Unreadable."""
+    """Returns a program's or notebook's settings; runs nothing. environment: values for its variables and constants.
+    devices: those jax sees, 0 = unknown. Raises Unreadable (no Python, no trainer, an unused variable) and OSError."""
     text = path.read_text("utf-8", errors="replace")
     if path.suffix == ".ipynb":
         text = _cells(path, text)
@@ -143,7 +143,8 @@ def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, d
 
 
 def rows_changed_by(path: Path) -> list[str]:
-    """Returns what is asked of rows that a program changes which a script starts: nothing of one that is not read."""
+    """Returns the questions to the user about rows that a program changes, which a script starts; [] where it cannot be
+    read or parsed, or has more than MOST characters."""
     try:
         text = path.read_text("utf-8", errors="replace")
         return notes(list(ast.walk(ast.parse(text))), {}, False, path.name) if len(text) <= MOST else []

@@ -16,14 +16,15 @@ JOINED = ("concatenate_datasets", "interleave_datasets")
 
 
 def name_of(node: ast.AST) -> str:
-    """Returns `a.b` of names and attributes."""
+    """Returns the dotted name of an expression of names and attributes, "a.b"; "" of another, ".b" of an attribute of
+    such."""
     if isinstance(node, ast.Attribute):
         return f"{name_of(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def text_of(node: ast.AST) -> str:
-    """Returns an expression as one short line."""
+    """Returns an expression as one line of at most 60 characters; its node's type where it has no text."""
     try:
         text = " ".join(ast.unparse(node).split())
     except (RecursionError, ValueError, AttributeError):
@@ -32,17 +33,21 @@ def text_of(node: ast.AST) -> str:
 
 
 def notes(nodes: list[ast.AST], loads: Mapping, surgery: bool, file: str) -> list[str]:
-    """Returns what is asked of a program.
+    """Returns the questions to the user about what a program does to rows: those that it changes, joins, or reads
+    beside the first ones; with `surgery` also about chat templates, parameters that learn, callbacks and tokens.
 
     Args:
-      nodes: of its tree, without the branches that are ruled out. loads: functions that load rows, by their last names.
-      surgery: whether models and tokenizers are torch's, whose attributes a program may set."""
+      nodes: of the program's tree, without the branches that are ruled out.
+      loads: functions that load rows, by their last names.
+      surgery: whether models and tokenizers are torch's, whose attributes a program may set.
+      file: the program's name, for the places."""
     texts = list(_rows(nodes, loads, file))
     return [*texts, *_model(nodes, file)] if surgery else texts
 
 
 def other_tokenizer(node: ast.Call, known, file: str) -> list[str]:
-    """Returns what is asked of a trainer's tokenizer that is not its model's. known: the program's names
+    """Returns a question to the user, in a list, about the tokenizer of a trainer's call `node` where it is another
+    than its model's; [] where it is the same, or not given by `from_pretrained`. known: the program's names
     (python_files)."""
     given = {k.arg: k.value for k in node.keywords}
     loaded = known.loaded(given.get("processing_class") or given.get("tokenizer") or ast.Constant(None))

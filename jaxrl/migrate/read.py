@@ -20,8 +20,17 @@ OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's an
 
 
 def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Source:
-    """Returns all settings of a file and of the overrides after it. gpus: devices of the job, 0 = not known. Raises
-    Unreadable."""
+    """Returns the settings of a file and of the overrides after it, interpolated.
+
+    Args:
+      path: YAML or JSON, TOML, a script (its ending .sh, .bash, .slurm, .sbatch or none), or, where the table reads
+        programs, Python (.py) or a notebook (.ipynb).
+      overrides: `key=value`, which win over the file, and `--key` where the table has flags; NAME=value in capitals
+        gives a variable of the script, program or environment a value.
+      gpus: devices of the job, for programs that count them; 0 = not known.
+
+    Raises Unreadable for no such file, another ending, no key of the system, a word that is no override, and what the
+    readers cannot read."""
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}

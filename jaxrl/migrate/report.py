@@ -28,7 +28,8 @@ _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 
 def shown(value: Any, most: int = 100) -> str:
-    """Returns a value of the source as one line of ASCII."""
+    """Returns a value of the source as one line of ASCII: texts as they are where they can be, true, false, null; cut
+    at `most` characters."""
     if isinstance(value, str) and value.isascii() and value.isprintable():
         text = value
     elif isinstance(value, bool) or value is None:
@@ -39,13 +40,16 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 def hidden(key: str, value: Any) -> Any:
-    """Returns a value of the source without secrets: all of it under a name of one, else such parts of its texts."""
+    """Returns a value of the source with "<redacted>" for secrets: for all of it where the key's last part names one
+    (null, bools and empty texts stay), else for those in its texts."""
     leaf = key.rsplit(".", 1)[-1]
     return redacted_tree({leaf: value})[leaf]
 
 
 def config_text(m: Migration, title: str) -> str:
-    """Returns the config file: options in the schema's order, the key and value they come from beside each."""
+    """Returns the text of the config file: the written options in the schema's order, the key and value they come from
+    beside each. Its first line has the digest by which `write` finds edits. title: first line of the file's docstring.
+    """
     written, order = m.written(), list(options())
     place = {name: i for i, name in enumerate(order)}
     lines, group, used = [], "", set()
@@ -109,8 +113,9 @@ HELPERS = {  # functions of a config file, where it needs them
 
 
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
-    """Returns a value as Python text, and the HELPERS that it calls. files: those that are written into the config's
-    folder, now or by a file there."""
+    """Returns (a value as Python text, the names of the HELPERS that it calls). files: those that are written into the
+    config's folder, now or by a file there; `./FILE` of these, and variables such as $HOME, are filled in when the
+    config is loaded."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):
@@ -134,7 +139,9 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
 
 
 def because(m: Migration, keys: tuple[str, ...]) -> str:
-    """Returns the keys that an option comes from, with their values."""
+    """Returns the reason of an option as text, at most 160 characters: the first three of `keys` that the source sets,
+    with their values, secrets hidden; where it sets none, that their values are the source's defaults. Without keys,
+    what says the job, or the default."""
     parts = []
     for key in keys:
         if m.given(key):
@@ -153,12 +160,12 @@ def because(m: Migration, keys: tuple[str, ...]) -> str:
 
 
 def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
-    """Returns the report as a JSON-able dict: the outcome, every key of the source with what became of it, and
-    commands.
+    """Returns the report as a JSON-able dict, secrets hidden: the outcome, every key of the source with what became of
+    it, and commands.
 
     Args:
       name: of the config, without .py. file: the source. out: folder of the config; the commands name it as given.
-      outcome: a word; "refused" = no config is written."""
+      outcome: a word; "refused" = no config is written, and there are no commands."""
     target = f"h100:{m.trained_on or m.gpus or 8}"  # a plan is of the policy's devices
     run = f"python -m jaxrl.main --config={shlex.quote(str(out / name) + '.py')}{without(m)}"
     written = m.written()
@@ -208,21 +215,24 @@ def report(m: Migration, name: str, file: str, outcome: str, out: Path) -> dict:
 
 
 def without(m: Migration) -> str:
-    """Returns the flags that leave out what this installation has no package for, so that the commands run."""
+    """Returns the flags of a command that switch off what this installation has no package for: wandb, where the config
+    logs to it; "" = none."""
     logs = m.options.get("log.wandb", (False,))[0] and importlib.util.find_spec("wandb") is None
     return " --config.log.wandb=false" if logs else ""
 
 
 def packages(m: Migration) -> list[str]:
-    """Returns packages beyond a plain install that a run of the config imports, and how to do without."""
+    """Returns packages beyond a plain install that a run of the config imports, and how to do without, a text each:
+    wandb, or []."""
     if m.options.get("log.wandb", (False,))[0]:
         return ["wandb, by log.wandb=True: pip install 'jaxrl[wandb]', or --config.log.wandb=false; a plan needs none"]
     return []
 
 
 def left_out(m: Migration) -> str:
-    """Returns the flags that leave out what a plan does not count: an engine on hosts or devices of its own, a reward
-    model, roles that rest on the host. (Of a job with adapters it plans the full training.)"""
+    """Returns the flags that a plan needs beside the run's, "" for none: those that leave out what it does not count
+    (an engine on hosts or devices of its own, a reward model, roles that rest on the host), and plan.image_tokens. Of a
+    job with adapters it plans the full training."""
     roles = {o.removeprefix("mesh.roles."): v for o, (v, _) in m.options.items() if o.startswith("mesh.roles.")}
     kept = {r: v for r, v in roles.items()
             if r == "policy" or r == "sampler" and set(v) <= {"rest"} or v == {"rest": "streamed"}}
@@ -323,15 +333,17 @@ def _cell(value) -> str:
 
 
 def name_of(file: str) -> str:
-    """Returns a file's stem as a name of Python's that no module has: `python -m` finds what lies in the folder
-    first."""
+    """Returns a file's stem as a Python name in lower case, with `_` for other characters. `job_` stands before a
+    name that is empty, begins with a digit or is a module's: `python -m` finds what lies in the folder first."""
     stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
     free = stem and not stem[0].isdigit() and stem not in sys.stdlib_module_names and stem not in MODULES
     return stem if free else f"job_{stem}".rstrip("_")
 
 
 def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
-    """Writes everything into a folder and returns the report. A config that was edited since is not overwritten."""
+    """Writes the config, its stubs, report.md and report.json into a folder, which is made, and returns the report. A
+    refused job has the reports alone. A stub that is there stays as it is. Raises Unreadable, before it writes, for a
+    config there that was edited since. strict: refuse in place of partial."""
     name, outcome = name_of(file), m.outcome(strict)
     data = report(m, name, Path(file).name, outcome, out)
     title = f"{shown(Path(file).name)} of {m.table.title} {m.version}".replace("\\", "/").replace('"', "'")

@@ -29,7 +29,7 @@ class Word(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command that the script would start, its words expanded, with the line of each."""
+    """A command that the script would start. words: (text, line) of each word, expanded. file: name of the script."""
 
     words: list[tuple[str, int]]
     file: str
@@ -40,7 +40,9 @@ OUTSIDE = ("HOME", "USER", "PWD", "HOSTNAME", "TMPDIR")  # kept as $NAME, for th
 
 
 def tokens(text: str, name: str) -> list[Word]:
-    """Returns a script as words and operators. Raises Unreadable where a quote or bracket is not closed."""
+    """Returns a script as words and operators, without comments, redirections and here-documents; a newline is the
+    last. name: the script's, for errors. Raises Unreadable where a quote or bracket is not closed, and for a text that
+    is too long."""
     out, i, line, n = [], 0, 1, len(text)
     heredocs: list[str] = []
     while i < n:
@@ -153,8 +155,8 @@ def _closing(text: str, i: int, opening: str, closing: str, line: int, name: str
 class Script:
     """Walks through a script and collects the commands that it would start.
 
-    environment: variables given by the user, which win over the script's defaults (`${X:-8}`) as the shell's would.
-    """
+    environment: variables given by the user, which win over the script's defaults (`${X:-8}`) as the shell's would; X=8
+    in the script wins over them. notes: this list gets what is not followed, each text once."""
 
     def __init__(self, environment: dict[str, str], notes: list[str]):
         self.variables: dict[str, str | list[str]] = dict(environment)
@@ -162,11 +164,15 @@ class Script:
         self.positional: list[str] = []
 
     def run(self, path: Path, depth: int = 0) -> None:
+        """Reads a script, and those that it sources or calls, adding to `commands`. Raises Unreadable for a file that
+        cannot be read or parsed, texts that grow without end and scripts more than 8 deep. depth: how many scripts call
+        this one."""
         if depth > 8:
             raise Unreadable(path.name, "", "scripts that call each other")
         _Walk(self, path, tokens(text_of(path), path.name), depth).all()
 
     def note(self, text: str) -> None:
+        """Adds a text to `notes`, if it is not there yet."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -579,7 +585,8 @@ class _Walk:
 
 
 def commands(path: Path, environment: dict[str, str], notes: list[str]) -> list[Command]:
-    """Returns the commands that a script would start, in order."""
+    """Returns the commands that a script would start, in order. environment, notes: as of Script, whose errors it
+    raises."""
     script = Script(environment, notes)
     script.run(path)
     return script.commands

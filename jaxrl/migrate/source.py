@@ -22,7 +22,8 @@ class Unreadable(ValueError):
 
 
 class Literal(str):
-    """Text whose `${...}` was escaped in the source: no variable of the machine."""
+    """Text whose `${...}` was escaped in the source: it stands as it is in the config, and no variable of the
+    environment is filled in."""
 
     def __str__(self) -> str:
         return self
@@ -37,11 +38,12 @@ class Setting(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What was read. settings: by key, in the order of the source, the last of several wins. notes: what was not
-    followed (branches of a script, commands in its values, included files that are not at hand). command: the words
-    of a script's command that are no settings. asked: what is asked of the file as a whole. referred: keys and tables
-    that another value refers to by ${...}. computed: keys whose values a program computes, with their expressions, and
-    what is asked of each."""
+    """The settings of a config file, and what was noted while it was read. settings: by key, in the order of the
+    source, the last of several wins. notes: what was not followed (branches of a script, commands in its values,
+    included files that are not at hand). command: the words of a script's command that are no settings, or the command
+    that a program in Python stands for; "" of other files. asked: questions to the user about the file as a whole.
+    referred: keys and tables that another value refers to by ${...}. computed: keys whose values a program computes,
+    with their expressions, and the question to the user about each."""
 
     settings: dict[str, Setting]
     notes: list[str]
@@ -64,7 +66,8 @@ _WORDS = {
 
 
 def scalar(text: str) -> Any:
-    """Returns what an unquoted word means: null, a bool, a number (1e-6 too), else text."""
+    """Returns the value of an unquoted word: null (null, ~, None; "none" is text), a bool (true, false), inf, a number
+    (1e-6 and 1_000 too), else the text. The case of words does not count."""
     if text.lower() in _WORDS and text != "none":
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):
@@ -81,9 +84,9 @@ def switch(value: Any) -> Any:
 def override_value(text: str, depth: int = 0) -> Any:
     """Returns the value of a hydra or OmegaConf override: quoted text, [lists], {tables}, null, bools, numbers, text.
 
-    A quote that is not closed is text. depth: how many lists and tables the text lies in. Raises ValueError for
-    brackets that are not closed, an entry of a table without a colon, and more than DEEPEST lists and tables.
-    """
+    A quote that is not closed is text, but an error within a list or table; text that begins with {{ is text. depth:
+    how many lists and tables the text lies in. Raises ValueError for brackets that are not closed, an entry of a table
+    without a colon, and more than DEEPEST lists and tables."""
     if depth > DEEPEST:
         raise ValueError("nested too deeply")
     text = text.strip()
@@ -107,7 +110,8 @@ def override_value(text: str, depth: int = 0) -> Any:
 
 
 def split_top(text: str, mark: str) -> list[str]:
-    """Splits at a mark outside of quotes and brackets; [] for blank text."""
+    """Returns the parts of a text between marks (one character) that are outside of quotes and brackets, blanks kept;
+    [] for blank text. Raises ValueError for a quote or bracket that is not closed."""
     out, depth, quote, start = [], 0, "", 0
     for i, c in enumerate(text):
         if quote:
@@ -130,7 +134,9 @@ _OVERRIDE = re.compile(r"(\+\+|\+|~|--)?([A-Za-z_][\w./@-]*)=(.*)", re.S)
 
 
 def override(word: str, where: str) -> list[Setting]:
-    """Returns '+a.b=1' as settings; a table gives one setting per entry. [] where the word is no override."""
+    """Returns the settings of an override such as '+a.b=1' or '--a/b=1': one, or one per entry of a table. [] where the
+    word is no override. `~a.b=1`, which deletes the key in hydra, gives null. Raises Unreadable for a value that
+    `override_value` does not read. where: the place of the settings."""
     found = _OVERRIDE.fullmatch(word)
     if not found:
         return []
@@ -145,7 +151,8 @@ def override(word: str, where: str) -> list[Setting]:
 
 
 def leaves(key: str, value: Any, where: str, depth: int = 0):
-    """Returns a value as settings: tables are followed, everything else (lists, empty tables) is a leaf."""
+    """Yields a value as settings below `key` ("": at the top): tables are followed, everything else (lists, empty
+    tables) is one setting. Raises Unreadable for more than DEEPEST tables within each other."""
     if depth > DEEPEST:
         raise Unreadable(where, key[:80], "nested too deeply")
     if isinstance(value, dict) and value:
@@ -156,8 +163,10 @@ def leaves(key: str, value: Any, where: str, depth: int = 0):
 
 
 def merge(into: dict[str, Setting], new: list[Setting], groups: tuple[str, ...] = ()) -> None:
-    """Merges settings; later ones win, and one that replaces a table, or a part of what was a leaf, takes the other's
-    place away. groups: hydra's groups of configs, whose name (`engine=megatron`) stands beside what is below them."""
+    """Adds settings to `into` in place, each at the end. A later setting removes an earlier one of its key, all those
+    below its key (it replaces the table) and one of a key above it (a leaf that becomes a table). groups: hydra's
+    groups of configs, whose name (`engine=megatron`) stays beside the keys below it. Raises Unreadable if `into` then
+    has more than MOST."""
     for setting in new:
         key = setting.key
         for other in [k for k in into if k.startswith(key + ".") and key not in groups]:
@@ -180,9 +189,13 @@ def interpolate(
     referred: set[str] | None = None,
 ) -> dict[str, Setting]:
     """Returns settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own
-    resolvers replaced, and the escaped `\\${...}` as Literal text. A variable of the environment that was not given
-    stays as $NAME; a key that is not there stays as text where the source has a default for it (the table knows), so
-    that what reads it decides. referred: gets the keys and tables that some `${...}` names."""
+    resolvers replaced, and texts with the escaped `\\${...}` as Literal. ${now:...} becomes "now".
+
+    A variable that `environment` does not have, and that has no default, stays as $NAME. A key that is not set stays as
+    the text ${a.b}, so that the rule that reads it decides (the source may have a default for it); ${oc.select:a.b} is
+    then null. referred: this set gets the keys and tables that some ${...} names. Raises Unreadable for ${ that is not
+    closed, a value that refers to itself, a resolver that is not known or that fails; ValueError for a quote or bracket
+    in a resolver's arguments that is not closed."""
     state = _Interpolation(settings, resolvers or {}, environment or {}, set() if referred is None else referred)
     return {key: s._replace(value=state.value(s.value, s, 0)) for key, s in settings.items()}
 
@@ -229,6 +242,8 @@ class _Interpolation:
             return self.key(text.strip(), at, depth)
         parts = [self.value(p.strip(), at, depth) for p in split_top(arguments, ",")]
         name = name.strip()
+        if not parts and name in ("oc.env", "env", "oc.select"):
+            raise Unreadable(at.where, at.key, f"${{{text}}} names nothing")
         if name in ("oc.env", "env"):
             known = self.environment.get(str(parts[0]))
             if known is not None:
@@ -265,19 +280,24 @@ class _Interpolation:
         return f"${{{name}}}" if missing is ... else missing
 
 
+def _quotient(a: int, b: int) -> int:
+    return a // b if (a < 0) == (b < 0) else -(-a // b)  # towards 0
+
+
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.FloorDiv: _quotient,
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
 }
 
 
 def arithmetic(text: str) -> int:
-    """Returns the value of an integer expression of + - * / % and brackets, as shells compute it. Raises ValueError for
-    anything else."""
+    """Returns the value of an integer expression of + - * / // % and brackets as a shell computes it: quotients are
+    rounded towards 0, remainders have the dividend's sign. Raises ValueError for anything else and for more than 200
+    characters."""
     if len(text) > 200:
         raise ValueError(f"{text[:40]!r}... is too long to compute")
 

@@ -11,13 +11,16 @@ UNBOUND = 8192  # tokens of a sequence where the source has no bound
 
 
 def recipe(name: str) -> Joint:
-    """Returns the rule that sets the recipe."""
+    """Returns the rule that sets run.recipe to `name`."""
     return Joint("job", (), lambda m: m.set("run.recipe", name))
 
 
 def sequence(m: Migration, longest: int | None, *keys: str, cut: str = "") -> None:
-    """Sets the bound of prompt and completion together. cut: SFT alone, what becomes of a longer row (truncate,
-    filter)."""
+    """Sets the bound of prompt and completion together: train.max_sequence_tokens=longest, and data.max_prompt_tokens
+    and rollout.max_new_tokens one less. Without a bound (None, 0) it is UNBOUND, and the user is asked for one.
+
+    cut: for SFT alone, data.overlong_completion: what becomes of a longer row (truncate, filter); "" = not set. Raises
+    Unreadable for fewer than 2 tokens."""
     if not longest:
         longest = UNBOUND
         m.needs(
@@ -36,7 +39,7 @@ def sequence(m: Migration, longest: int | None, *keys: str, cut: str = "") -> No
 
 
 def model_path(m: Migration, key: str) -> None:
-    """Sets the model, or asks for it."""
+    """Sets model.path by the key; where that is null or empty the user is asked for it."""
     if m.text(key):
         m.set("model.path", m.text(key), key)
     else:
@@ -44,7 +47,8 @@ def model_path(m: Migration, key: str) -> None:
 
 
 def rows(m: Migration, count: int, what: str, *keys: str) -> None:
-    """Sets the rows of a step, which is an optimizer step."""
+    """Sets data.prompts_per_step: the rows of a step, which is an optimizer step. what: their name, for the report's
+    facts. Raises Unreadable for a count below 1."""
     if count < 1:
         raise m.wrong(keys[0], "at least 1")
     m.set("data.prompts_per_step", count, *keys)
@@ -52,12 +56,14 @@ def rows(m: Migration, count: int, what: str, *keys: str) -> None:
 
 
 def memory(m: Migration, sequences: int, *keys: str) -> None:
-    """Sets the microbatch of so many sequences of the longest kind."""
+    """Sets train.tokens_per_microbatch to so many sequences (at least 1) of train.max_sequence_tokens, which has been
+    set."""
     m.set("train.tokens_per_microbatch", max(sequences, 1) * m.options["train.max_sequence_tokens"][0], *keys)
 
 
 def no_loss_of_held_out_rows(m: Migration, *keys: str) -> None:
-    """Says that SFT has no evaluation of the source's kind."""
+    """Sets eval.before and eval.after to False and records the first key that is set (else the first) as not carried
+    over: SFT in jaxrl measures no loss on held-out rows."""
     m.set("eval.after", False, *keys)
     m.set("eval.before", False, *keys)
     m.lacks(
@@ -68,7 +74,9 @@ def no_loss_of_held_out_rows(m: Migration, *keys: str) -> None:
 
 
 def mixture(m: Migration, sets: list[dict], *keys: str) -> None:
-    """Sets one data set, or several, mixed by weight. sets: path, weight, split and columns of each."""
+    """Sets the data sets, each a dict of path, weight, split and further options of a set. One sets data.path,
+    data.split ..., without its weight; several set data.sources.NAME, mixed by weight, NAME made of the path, and a
+    fact of the report."""
     if len(sets) == 1:
         for option, value in sets[0].items():
             if option != "weight":
@@ -83,7 +91,9 @@ def mixture(m: Migration, sets: list[dict], *keys: str) -> None:
 
 
 def without_rewards(m: Migration, names: tuple[str, ...]) -> None:
-    """Leaves out what is made of rewards, and has no effect beside a teacher. names: options of `algorithm` to keep."""
+    """Removes what is made of rewards, and has no effect beside a teacher: critic.*, algorithm.* but the options in
+    `names` (their first parts), mesh.roles.reference, and the report's facts of advantages and KL. An
+    algorithm.temperature is recorded as not carried over."""
     common.leave_out_temperature(m)
     for option in list(m.options):
         table, _, name = option.partition(".")

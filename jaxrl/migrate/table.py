@@ -42,15 +42,12 @@ class Since:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the source.
-
-    name: dotted; `*` stands for one part, `**` at the end for all further ones. kind: one of KINDS but unknown.
-    to: the option of ours (exact and equivalent rows that stand alone). by: value -> value of that option.
-    default: the source's, a Since where it changed; MISSING: none. also: other names of it, of other versions.
-    why: what the report says (needed but for exact). fine: of unsupported keys, values that ask for nothing.
-    refuse: whether any other value makes the job another one. other, beside: for the tests, another legal value and
-    the settings under which it matters.
-    """
+    """One key of the source, a row of its table. name: dotted; `*` stands for one part, `**` at the end for all further
+    ones. also: its names in other versions. kind: one of KINDS but unknown. to: the jaxrl option that a row outside of
+    a Joint sets, "" = none. by: value -> value of that option, None = the same. default: the source's, a Since where it
+    changed; MISSING: the source does not run without it. why: for the report. fine: of unsupported and ask keys, values
+    that ask for nothing, as null and an unsupported key's default do. refuse: whether another value of an unsupported
+    key refuses the job. other, beside: another legal value and settings under which it matters, for tests."""
 
     name: str
     kind: str = "exact"
@@ -70,7 +67,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Joint:
-    """Several keys that together have one meaning. by(m) reads them from the Migration m and sets options."""
+    """Keys that have one meaning together. title: the rule's. by(m) reads them from the Migration m, sets options."""
 
     title: str
     keys: tuple[Key, ...]
@@ -79,14 +76,12 @@ class Joint:
 
 @dataclass(frozen=True)
 class Table:
-    """A system.
-
-    job: of a table that reads one of another's jobs, its name (jobs.py). versions: oldest first, the last is
-    assumed. command: pattern of the command, in a script, that starts a job.
-    jobs: those of another kind. prefixes: put before keys that are not known, as in excerpts of the
-    documentation. differs: what is otherwise whatever the keys say. required: settings without which the source does
-    not run, each with a legal value, for looking at one key by itself (tests, counterparts.py).
-    """
+    """How configs of a system, or of one of its further jobs, are translated. job: of such a job, its name behind
+    SYSTEM/ (jobs.py). versions: oldest first, the last is assumed. command: pattern of the command, in a script, that
+    starts a job. rules: in the order in which they run. jobs: those of another kind. prefixes: tried before a key that
+    has no row, as in excerpts of the documentation. differs: known differences whatever the keys say. required:
+    settings without which the source does not run, each with a legal value, to look at one key by itself
+    (counterparts.py)."""
 
     name: str
     title: str
@@ -110,14 +105,14 @@ class Table:
 
     @cached_property
     def owners(self) -> tuple[dict[str, str], list[tuple[re.Pattern, str]]]:
-        """Returns (name of a key -> its row's, [(pattern of names, its row's)])."""
+        """Returns ({name of a key without `*`: its row's name}, [(pattern of a name with `*`, its row's name)])."""
         names = [(n, key.name) for key in self.keys() for n in key.names()]
         exact = {n: own for n, own in names if "*" not in n}
         return exact, [(re.compile(pattern_of(n)), own) for n, own in names if "*" in n]
 
 
 class Record(NamedTuple):
-    """What became of one key of the source."""
+    """What became of a key of the source. kind: one of KINDS. targets: option -> value set by it. note: the reason."""
 
     key: str
     value: Any
@@ -128,9 +123,10 @@ class Record(NamedTuple):
 
 
 class Migration:
-    """The application of a table. Rules read keys (`m["a.b"]`, m.given("a.b"), m.integer, m.number, m.flag, m.text,
-    m.list) and say what follows: m.set(option, value, *keys), m.mark(key, kind, why), m.lacks(key, why, refuse),
-    m.needs(text), m.differs(text)."""
+    """The application of a table to a source; of a job of another kind, that job's table. Rules read keys (`m["a.b"]`,
+    m.given("a.b"), m.all, m.integer, m.number, m.flag, m.text, m.choice, m.list) and say what follows: m.set(option,
+    value, *keys), m.mark(key, kind, why), m.lacks(key, why, refuse), m.needs(text), m.differs(text). gpus: 0 = unknown.
+    Raises Unreadable for a version before that table's, and for two names of a key with two values."""
 
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
         self.told, self.job = job_of(table.jobs, source) or ("", None)  # another job than the table's: what says so
@@ -252,7 +248,7 @@ class Migration:
         return value
 
     def all(self, name: str) -> list[Setting]:
-        """Returns the settings of the source that a key, or a pattern of keys, matches."""
+        """Returns the source's settings of a row, by its name or pattern, else of the key of this name; [] for none."""
         return self.owned.get(name) or ([self.singles[name]] if name in self.singles else [])
 
     def where(self, name: str) -> str:
@@ -260,6 +256,7 @@ class Migration:
         return found[-1].where if found else f"{self.table.title}'s default"
 
     def wrong(self, name: str, expected: str) -> Unreadable:
+        """Returns (does not raise) the error for a key whose value is not what is `expected`."""
         value = self[name]
         return Unreadable(self.where(name), name, f"{_short(value)}: expected {expected}{self._unset(value)}")
 
@@ -277,14 +274,15 @@ class Migration:
         return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
     def integer(self, name: str) -> int | Any:
-        """Returns a whole number; None for null, at which a rule that needs one fails and `run` says so."""
+        """Returns a key as a whole number (2.0 is 2). None for null, at which a rule that needs one fails and `run`
+        raises Unreadable; raises Unreadable for anything else."""
         value = self.number(name)
         if value is not None and value != int(value):
             raise self.wrong(name, "a whole number")
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | Any:
-        """Returns a number; None for null, as `integer`."""
+        """Returns a key as a finite number, "1e-6" too; None for null, as `integer`. Raises Unreadable for others."""
         value = self[name]
         if value is None:
             return None
@@ -294,7 +292,8 @@ class Migration:
         return value
 
     def flag(self, name: str) -> bool:
-        """Returns a switch; False for null and for empty text, as an unset variable of a script leaves it."""
+        """Returns a key as a bool, of "true", 0, 1 too; False for null and empty text. Raises Unreadable for anything
+        else."""
         value = switch(self[name])
         if value in (None, ""):
             return False
@@ -303,7 +302,7 @@ class Migration:
         return bool(value)
 
     def text(self, name: str) -> str:
-        """Returns text; "" for null."""
+        """Returns a key as text, "2" of 2; "" for null. Raises Unreadable for a bool, list or table."""
         value = self[name]
         if isinstance(value, dict | list | bool):
             raise self.wrong(name, "text")
@@ -326,8 +325,8 @@ class Migration:
     # -- saying --------------------------------------------------------------------------------------------------------
 
     def set(self, option: str, value, *keys: str) -> None:
-        """Sets an option, because of the source's `keys`. Raises Unreadable for a value that contradicts another
-        rule's, and for None where the option may not be None."""
+        """Sets an option because of the source's `keys`, which add to earlier ones. Raises Unreadable for a value that
+        contradicts another rule's, and for None where the option may not be None."""
         if value is None and option in OPTIONS() and OPTIONS()[option].default is not None:
             key = next((k for k in keys if self.given(k)), keys[0] if keys else "")
             raise Unreadable(self.where(key), key, "null: jaxrl needs a value here")
@@ -349,7 +348,7 @@ class Migration:
         self.marks[key] = (kind, why)
 
     def lacks(self, key: str, why: str, refuse: bool = False) -> None:
-        """Records a key whose value is not carried over. refuse: whether the job would be another one without it."""
+        """Records a key whose value is not carried over. refuse: whether that refuses the job as being another one."""
         self.marks[key] = ("unsupported", why)
         self.lacking.append((key, why, refuse))
 
@@ -364,6 +363,7 @@ class Migration:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Migration:
+        """Runs the rules in order, checks the options and returns self. Raises Unreadable where either fails."""
         if self.job:
             self.facts["job"] = self.job.what
         if self.refused and self.job:
@@ -434,14 +434,14 @@ class Migration:
                 raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
 
     def ask_data(self) -> Migration:
-        """Asks the user to name the rows if no key of the source does."""
+        """Asks the user to name the rows (data.path) if no rule has set or asked for them. Returns self."""
         named = any(o == "data.path" or o.startswith("data.sources.") for o in self.options)
         if not named and not self.refused and not any("data.path" in text for text in self.needs_you):
             self.needs("data.path: the file names no data set: name your rows")
         return self
 
     def ask_version(self) -> Migration:
-        """Asks the user for --from-version if the source has keys that the assumed version does not have."""
+        """Asks for --from-version if the source has keys that the assumed version does not have. Returns self."""
         versions, names = self.table.versions, names_of(self.table.name)
         strangers: dict[tuple[str, str], list[str]] = {}
         place = lambda v: versions.index(v) if v in versions else len(versions) - 1  # noqa: E731
@@ -494,7 +494,8 @@ class Migration:
         return sorted([*out, *self.computed], key=lambda r: r.key)
 
     def outcome(self, strict: bool) -> str:
-        """Returns "refused", "partial" or "full". strict: "refused" in place of "partial"."""
+        """Returns "refused", "partial" (keys are not carried over, unknown or asked for) or "full". strict: "refused"
+        in place of "partial"."""
         if any(refuse for _, _, refuse in self.lacking):
             return "refused"
         partial = bool(self.lacking or self.unknown or self.needs_you)
@@ -502,11 +503,9 @@ class Migration:
 
 
 class Names(NamedTuple):
-    """The keys of a system's config classes and example files, over the versions that are read.
-
-    keys: dotted name -> (first, last) version that has it, None for all. tables: first parts of these. parents: their
-    tables. loose: last parts of names whose table is not known.
-    """
+    """The keys of a system's config classes and example files, over the versions that are read. keys: dotted name ->
+    (first, last) version that has it, None for all. tables: first parts of these. parents: their tables. patterns: of
+    those with `*`. loose: last parts of names whose table is not known."""
 
     keys: dict[str, tuple[str, str] | None]
     tables: frozenset[str]
@@ -519,8 +518,8 @@ class Names(NamedTuple):
         return self.loose.union(n.rpartition(".")[2] for n in self.keys)
 
     def has(self, key: str, loose: bool = True) -> bool:
-        """Whether some version has the key, or its table takes keys of any name. loose: or has one of its last part,
-        whose table is not known."""
+        """Whether some version has the key or a table of its name, or its table takes keys of any name (numbers,
+        ANYBODYS, patterns). loose: or has its last part in a table that is not known."""
         *above, leaf = key.split(".")
         return (
             key in self.keys
@@ -535,8 +534,7 @@ class Names(NamedTuple):
 
 @cache
 def names_of(system: str) -> Names:
-    """Returns the names in names/SYSTEM.txt: `a.b` or `a.b FIRST..LAST` on a line, `*.b` where the table of b is not
-    known."""
+    """Returns the names in names/SYSTEM.txt: lines `a.b`, `a.b FIRST..LAST`, or `*.b` where b's table is not known."""
     keys: dict[str, tuple[str, str] | None] = {}
     loose = []
     for line in (Path(__file__).parent / "names" / f"{system}.txt").read_text("utf-8").splitlines():
@@ -567,7 +565,9 @@ FREE = cache(free_tables)
 
 
 def fitting(option: str, value):
-    """Converts a value to an option's kind: 1e3 is 1000 where a whole number is needed. Raises ConfigError."""
+    """Returns a value as the option's kind has it: 1e3 as 1000, 1 as 1.0, "true" as a bool, a number as text, one entry
+    as a tuple. None and values of free tables stay. Raises ConfigError for an unknown option, another kind, choice or
+    bound, and ValueError for an entry that is no number."""
     opt = OPTIONS().get(option)
     if opt is None and not any(option.startswith(t + ".") for t in FREE()):
         raise ConfigError(f"there is no option {option}")

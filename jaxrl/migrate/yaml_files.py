@@ -14,7 +14,8 @@ LARGEST = 4_000_000  # bytes of a file that is read
 
 
 def text_of(path: Path) -> str:
-    """Returns the text of a file. Raises Unreadable where it is none."""
+    """Returns the text of a file in UTF-8, without a byte order mark. Raises Unreadable for one that cannot be read, is
+    no UTF-8 or has more than LARGEST bytes."""
     try:
         if path.stat().st_size > LARGEST:
             raise Unreadable(path.name, "", f"larger than {LARGEST} bytes")
@@ -26,12 +27,16 @@ def text_of(path: Path) -> str:
 
 
 class YamlReader:
-    """Reads one YAML file and what its `defaults` list names, where that lies beside it. notes: what does not."""
+    """Reads one YAML file and what its `defaults` list names, where that lies beside it. notes: this list gets the
+    names that do not, and keys that stand twice with the same value."""
 
     def __init__(self, notes: list[str]):
         self.notes = notes
 
     def file(self, path: Path, package: str = "", depth: int = 0) -> list[Setting]:
+        """Returns the settings of a file and of its `defaults` list, in their order; later ones win. package: table
+        above all keys, which `# @package` in the file replaces. Raises Unreadable for text that is no YAML, and files
+        that include each other."""
         if depth > DEEPEST:
             raise Unreadable(path.name, "defaults", "files that include each other")
         text = text_of(path)
@@ -53,8 +58,8 @@ class YamlReader:
         return [*before, *own, *after]
 
     def include(self, path: Path, entry, package: str, where: str, depth: int) -> list[Setting]:
-        """Reads one entry of a defaults list: name, group: name, group@package: name; override and optional before
-        it."""
+        """Returns the settings of one entry of a defaults list: name, group: name, group@package: name; override and
+        optional before it. A file that is not at hand is noted and gives [], as hydra's own groups and null do."""
         if isinstance(entry, dict) and len(entry) == 1:
             group, name = next(iter(entry.items()))
         else:
@@ -86,6 +91,8 @@ class YamlReader:
         return self.file(file, inner, depth + 1)
 
     def text(self, text: str, name: str) -> list[Setting]:
+        """Returns the settings of a YAML text, one per leaf. name: the file's, for places. Raises Unreadable for what
+        is no YAML, no table, has other tags than YAML's own, or a key twice in a table with two values."""
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.YAMLError as e:
@@ -154,7 +161,8 @@ def _same(a: yaml.Node, b: yaml.Node) -> bool:
 
 
 def read_toml(path: Path) -> list[Setting]:
-    """Reads a TOML file, dotted keys and tables; lines by a second look at the text."""
+    """Returns the settings of a TOML file, tables as dotted keys. A place has the line where a second look at the text
+    finds the key, else the file alone. Raises Unreadable for a file that is no TOML or cannot be read."""
     text = text_of(path)
     try:
         tree = tomllib.loads(text)

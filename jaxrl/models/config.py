@@ -28,7 +28,12 @@ from jaxrl.models.vision.config import VisionConfig, vision_config
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Sizes are counts, soft-caps are 0 where there is none."""
+    """The architecture of a decoder-only language model.
+
+    `family` is a key of families.FAMILIES, `activation` one of feed_forward.ACTIVATIONS, and `layers` has the Layer of
+    each layer in order; num_heads, num_kv_heads and head_dim are those of attention. Sizes are counts, soft-caps are 0
+    where there is none, and a *_bias says whether these linear maps have biases.
+    """
 
     family: str
     vocab_size: int
@@ -76,8 +81,8 @@ class ModelConfig:
 
     @functools.cached_property
     def period(self) -> int:
-        """Length of the smallest block whose repetition gives all layers after the prefix,
-        except a shorter remainder.
+        """Length of the smallest block whose repetition gives all layers after the prefix, except a shorter remainder:
+        their number if no shorter block does, 1 if there are none.
         """
         layers = self.layers[self.prefix:]
         fits = (n for n in range(1, len(layers)) if all(layer == layers[i % n] for i, layer in enumerate(layers)))
@@ -90,7 +95,7 @@ class ModelConfig:
 
     @property
     def num_expert_layers(self) -> int:
-        """Number of layers with experts."""
+        """Number of layers with experts; 0 if num_experts is 0."""
         return sum(layer.has_experts for layer in self.layers) if self.num_experts else 0
 
     @property
@@ -120,22 +125,26 @@ class ModelConfig:
 
     @property
     def expert_inputs(self) -> int:
-        """Numbers of a token that an expert reads and returns."""
+        """Length of the vector that an expert reads and returns for one token: expert_latent, or the hidden size."""
         return self.expert_latent or self.hidden_size
 
     @property
     def latent_bias(self) -> bool:
-        """Whether the maps around the experts have a bias."""
+        """Whether the maps to and from the numbers that experts compute with (expert_latent) have a bias; False without
+        these maps.
+        """
         return bool(self.expert_latent) and self.mlp_bias
 
     @property
     def recurrent_heads(self) -> int:
-        """Number of heads that a mesh must divide to split recurrent layers; 0 = there are none."""
+        """Number of heads that cp times tp of a mesh must divide to split recurrent layers: key heads, or value heads
+        where one key head serves all; 0 = there are no such layers.
+        """
         return self.linear_key_heads if self.linear_key_heads > 1 else self.linear_value_heads
 
     @property
     def linear_value_width(self) -> int:
-        """Numbers of a token's values over all heads of a recurrence."""
+        """Length of a token's values over all value heads of a recurrence together."""
         return self.linear_value_heads * self.linear_value_size
 
     @property
@@ -167,7 +176,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> list[Rope]:
-        """Returns the distinct rotary embeddings."""
+        """Returns the distinct rotary embeddings, in the order of the layers."""
         return list(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
     @property
@@ -182,7 +191,7 @@ class ModelConfig:
 
     @property
     def latent_width(self) -> int:
-        """Numbers of a token in the latent cache: the latent and the rotary part of the key."""
+        """Length of a token's entry in the latent cache: the latent and the rotary part of the key."""
         return self.latent_size + self.rotary_size
 
     @property
@@ -197,7 +206,7 @@ class ModelConfig:
 
     @property
     def cache_widths(self) -> dict[str, int]:
-        """Numbers per token in a layer's cache, by name of the array: latent, or k and v."""
+        """Length of a token's entry in each array of a layer's cache, by the array's name: latent, or k and v."""
         return {"latent": self.latent_width} if self.latent_size else {"k": self.key_width, "v": self.key_width}
 
     @property
@@ -207,28 +216,32 @@ class ModelConfig:
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one layer's attention for one token that sees one more, scores and values; a multiply and an add are
-        two.
+        """FLOPs of one layer's attention, scores and values, for one token and one position that it sees; a multiply
+        and an add are two.
         """
         return 2 * self.num_heads * (self.head_dim + self.value_width)
 
     @property
     def corrected(self) -> bool:
-        """Whether a number per expert that is not trained is added where experts are chosen."""
+        """Whether the router adds an untrained number per expert (the correction) to the scores that experts are chosen
+        by.
+        """
         return self.router == "sigmoid"
 
     @property
     def query_width(self) -> int:
-        """Numbers of a token's queries over all heads."""
+        """Length of a token's queries over all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Numbers of a token's keys over all heads."""
+        """Length of a token's keys over all key-value heads together."""
         return self.num_kv_heads * self.head_dim
 
     def width(self, layer: Layer) -> int:
-        """Returns the inner width of a layer's feed-forward per token."""
+        """Returns the inner width of a layer's feed-forward per token: of a layer with experts that of the chosen ones
+        and of the shared expert together; 0 without a feed-forward.
+        """
         if layer.feed_forward == "none":
             return 0
         if not layer.has_experts or not self.num_experts:
@@ -237,8 +250,10 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence the model is made for: its window, stretched by its rotary scaling (as vLLM
-        counts it). Gemma 3's and Llama 3's windows are given as stretched.
+        """Tokens of the longest sequence the model is made for (as vLLM counts it): its window max_positions, or more
+        where linear or yarn rotary scaling stretches it; at most Rope.window (longrope).
+
+        Gemma 3's and Llama 3's windows are given as stretched.
         """
         stretched = [0.0]
         for rope in self.ropes if not self.family.startswith("gemma3") else ():
@@ -264,8 +279,9 @@ SIZES = ("linear_key_heads", "linear_value_heads", "linear_key_size", "linear_va
 
 
 def model_config(hf_config: dict) -> ModelConfig:
-    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out
-    take the family's defaults.
+    """Reads an HF config (a config.json, old or new spelling) as transformers reads it. Keys left out take the family's
+    defaults. The tower of a model with images is read if the entry IMAGES holds its vision_config (hf.load_config),
+    else `vision` is None.
 
     Raises ConfigError, naming the key and its value, for what no family here serves.
     """

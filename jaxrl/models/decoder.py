@@ -131,10 +131,10 @@ class Weights(NamedTuple):
 
     def low_rank(self, name: str, x, which: str):
         """Returns scale * (x A) B [..., *O] of an adapter (models.adapters), in x's dtype; x A is scaled in fp32 or
-        better.
+        better. In an adapter set each token has its own adapter, in a bank each row (by `whose`).
 
         which: "" for A and B, "0" for the frozen copies A0 and B0 of their start. Dropout falls on x with "" alone, if
-        `adapters.noisy` added its key.
+        `adapters.noisy` added its key. Raises ValueError for an adapter set without `whose`.
         """
         row, first = self.rows[f"{name}/kernel"], self.first_part(name)
         a, scale, b = (self.values[f"{module}/lora/{leaf}"] for module, leaf in (
@@ -214,8 +214,8 @@ class Seen(NamedTuple):
     """What a decoder reads of a batch's images.
 
     Attributes:
-      features: [B, F, D], which replace the embeddings of image tokens.
-      taps: features of the same shape that are added after the first layers, one array per layer.
+      features: [B, F, D] in the compute dtype, which replace the embeddings of image tokens.
+      taps: features of the same shape and dtype that are added after the first layers, one array per layer.
       inserts: [B, L] int32, index in `features` of each token's feature; -1 = text.
       rotary: [B, L, 3] int32, position of each token by time, row and column; None: it has one position.
       reach: [B, L] int32, last position that each token sees; None: its own.
@@ -235,9 +235,18 @@ class Seen(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers read: positions, segments and prefixes [B, L] int32 of the tokens (as in Model.forward),
-    rotations per distinct rotary embedding (as rope.rotations returns them, in the order of config.ropes), attention
-    work per distinct window.
+    """What all layers read beside the hidden states of tokens [B, L].
+
+    Attributes:
+      positions: [B, L] int32, as in Model.forward.
+      prefixes, segments: [B, L] int32, as there. prefixes None = no shared prompt; segments None = one segment, no
+        padding.
+      rotations: of each distinct rotary embedding, in the order of config.ropes: (cos, sin) of rope.rotations.
+      work: {window: attention work of the layers with this window, or None: each makes its own}.
+      whose: [B, L] int32, number of the token's adapter; None without an adapter set or bank.
+      chunks: of placement.row_chunks; None without recurrent layers.
+      taps: [B, L, D] in the compute dtype, added after each of the first layers; () = none.
+      reach: [B, L] int32, last position that the token sees (jaxrl.types.Images); None = its own.
     """
 
     positions: jax.Array
@@ -333,8 +342,8 @@ def layer_rows(layer: Layer) -> tuple[parameters.Row, ...]:
 def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
     """Returns (layers before the repeating block, number of its repetitions, layers after it).
 
-    Layers before and after are unrolled, all of them if nothing repeats; sub_<j> of the block is layer prefix +
-    repetition * period + j.
+    Layers before and after are unrolled, all of them if nothing repeats or without scan_layers (repetitions 0); sub_<j>
+    of the block is layer prefix + repetition * period + j.
     """
     repeats = (config.num_layers - config.prefix) // config.period
     repeats = repeats if scan_layers and repeats > 1 else 0
@@ -342,7 +351,9 @@ def spans(config: ModelConfig, scan_layers: bool) -> tuple[range, int, range]:
 
 
 def entries(config: ModelConfig, scan_layers: bool) -> tuple[parameters.Entry, ...]:
-    """Returns the parameter table of a language model, in the order of the paths."""
+    """Returns the parameter table of a language model and of its tower, if it reads one, sorted by path. scan_layers:
+    arrays of repeating layers are stacked.
+    """
     before, repeats, behind = spans(config, scan_layers)
     out = parameters.entries(config, parameters.MODEL)
     out += vision_entries(config.vision, scan_layers) if config.vision else []

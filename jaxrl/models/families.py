@@ -13,8 +13,10 @@ from jaxrl.models.rope import KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one HF model type becomes a ModelConfig. A field that is a string names the key of the HF config that
-    decides."""
+    """How one HF model type becomes a ModelConfig. Sizes, counts, factors, soft-caps, biases, listed_kinds, activation
+    and norm_eps name the key of the HF config that decides, and so does every field that may be a flag or a number and
+    is a text. The others hold their value.
+    """
 
     architecture: str
     defaults: dict                       # HF's own defaults for keys that its config files may leave out
@@ -103,7 +105,8 @@ class Family:
 
     @property
     def merged_only(self) -> str:
-        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base;
+        """Returns the parts, in words for messages, of which vLLM is not known to serve adapters apart from their base:
+        experts, recurrent layers, a tower, or matrices that share one tensor, the first of these that the family has;
         "" = none.
         """
         packed = self.packed_qkv or self.packed_mlp
@@ -112,7 +115,10 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """Name of transformers' sequence classifier of this family."""
+        """Name of transformers' sequence classifier of this family: classifier_name, else the architecture with
+        ForCausalLM replaced by ForSequenceClassification (one of another ending unchanged), whether transformers has it
+        (`classifies`) or not.
+        """
         return self.classifier_name or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -438,7 +444,11 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 
 def family_of(hf_config: dict) -> Family:
-    """Returns the family of a config, by `model_type`. Raises ConfigError for an unknown family or architecture."""
+    """Returns the family of a config, by `model_type`. A config without `architectures` is taken for one of the
+    family's.
+
+    Raises ConfigError for an unknown family or architecture.
+    """
     known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
@@ -455,7 +465,9 @@ def text_part(hf_config: dict) -> dict:
     """Returns the HF config of the model that is computed: the text part of a model of several parts, the family's
     config of an alias, or the config itself.
 
-    Raises ConfigError for an architecture that is not supported, and where text part and model contradict each other.
+    A text part has the model_type of its family here, and the fields around it that hold for it (tie_word_embeddings,
+    quantization_config, dtypes). Raises ConfigError for an architecture that is not supported, for a text part of
+    another model_type, and where text part and model contradict each other.
     """
     kind = hf_config.get("model_type")
     if kind in ALIASES:
@@ -512,7 +524,7 @@ def number(table, key, least=None, above=None) -> float: ...
 
 def number(table, key, least=None, above=None, kind: type = float):
     """Returns the number `table[key]`, unconverted. Raises ConfigError if it is not finite, not of the `kind`, below
-    `least`, or not above `above`; KeyError if the key is missing.
+    `least`, or not above `above` (None = no bound); KeyError if the key is missing.
 
     kind: int = a whole number; float takes ints, too; neither takes a bool.
     """

@@ -94,7 +94,9 @@ def mlp(own, x):
 
 
 def activation_of(cfg) -> Callable:
-    """Returns the activation of a model's experts: (gate, up) -> hidden, or up -> hidden where they have no gate."""
+    """Returns the activation of a model's experts: (gate, up) -> hidden (`clamped` if config.gate_limit is set), or up
+    -> hidden where they have no gate.
+    """
     if not cfg.expert_gate:
         return ACTIVATIONS[cfg.activation]
     return clamped(cfg.gate_alpha, cfg.gate_limit) if cfg.gate_limit else GATED[cfg.activation]
@@ -110,7 +112,7 @@ def _dense(own, module, x):
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens.
+    """The experts that a router gives to tokens, and their weights.
 
     ids [B, L, K] int: their experts. gates [B, L, K]: these experts' weights, fp32 or better. chosen [B, L, K] int: the
     experts that the router would choose by itself (ids, unless routes are replayed). logits [B, L, E]: fp32 or better,
@@ -182,8 +184,9 @@ def _log_probabilities(cfg, logits):
 
 def experts(own, x):
     """Computes the sum over a token's experts of weight * down(activation(gate) * up), plus the shared expert's output,
-    times its own sigmoid gate if it has one. Padding reaches no expert. Experts may have no gate (see
-    mlp), and may work on fewer numbers than a token has, between two linear maps.
+    times its own sigmoid gate if it has one. Each of an expert's three maps adds a bias, if config.expert_bias. Padding
+    reaches no expert but the shared one. Experts may have no gate (see mlp), and may work on fewer numbers than a token
+    has, between two linear maps.
 
     own: decoder.Weights of the layer. x: [B, L, D]. Returns (y [B, L, D] in x's dtype, auxiliary as the module lists
     it, padding not masked out).
@@ -216,9 +219,11 @@ def experts(own, x):
 
 
 def by_token(auxiliary):
-    """Returns the experts of each token as a token column, [B, L, n * K] int16, -1 = unknown.
+    """Returns the experts of each token as a token column, [B, L, n * K] int16, layer after layer. (-1, which such
+    columns have for an unknown expert, does not occur here.)
 
-    auxiliary: of Model.forward; its "routes" are [n, B, L, K] int32, n layers with experts, K experts per token.
+    auxiliary: of Model.forward of a model with experts; its "routes" are [n, B, L, K] int32, n layers with experts, K
+    experts per token.
     """
     routes = jnp.moveaxis(auxiliary["routes"], 0, 2)
     return routes.reshape(*routes.shape[:2], -1).astype(jnp.int16)

@@ -16,7 +16,9 @@ DENSE = ("mlp", "falcon_mlp", "granite_mlp", "nemotron_mlp", "none")  # feed-for
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The fields that differ between the layers of one model."""
+    """The fields that differ between the layers of one model: rotary embedding, window in positions, and by name mixer,
+    feed-forward and norms.
+    """
 
     rope: Rope | None  # None = it does not see positions
     window: int = 0  # positions a token sees, itself included; 0 = all
@@ -43,7 +45,7 @@ class Layer:
 def layers_of(hf, family) -> tuple[Layer, ...]:
     """Returns the layers of a config, in order. hf: HF config with the family's defaults. family: families.Family.
 
-    Raises ConfigError naming a field that contradicts another.
+    Raises ConfigError naming a field that is malformed or contradicts another.
     """
     if family.one_part:
         listed = listed_parts(hf)
@@ -74,7 +76,9 @@ _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 def listed_parts(hf) -> list[str]:
     """Returns what each layer of a model whose layers are one part is, from `layers_block_type` (or `layer_types`) or
-    `hybrid_override_pattern`. Raises ConfigError for other names and letters, and for lists of another length than
+    `hybrid_override_pattern`: linear_attention, full_attention, moe or mlp.
+
+    hf: HF config. Raises ConfigError for other names and letters, for no list, and for lists of another length than
     num_hidden_layers.
     """
     pattern = "hybrid_override_pattern"

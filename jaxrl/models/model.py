@@ -42,14 +42,14 @@ def build(hf_config: dict, *, compute_dtype, scan_layers: bool, remat: str = "no
         scheduler there recomputes too early.
       remat_every: layers that are recomputed together: fewer inputs are kept, and more exists at once.
       attention: implementation, see kernels.attention.
-      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers
-        and adapters have none.
+      matmul: scheme of the layers' products, see kernels.low_precision. Head, embedding, norms, routers and adapters
+        have none.
       experts: implementation of layers of experts, see kernels.experts.
       recurrence: implementation of recurrent layers, see kernels.recurrence.
-      ring: over mesh.cp keys and values go from device to device, where they would be gathered.
+      ring: over mesh.cp keys and values go from device to device instead of being gathered.
 
     Raises ConfigError for configs no family here serves, an unknown remat, and a remat_every that does not cut the
-    scanned layers into equal groups of whole blocks.
+    scanned layers into equal groups of whole blocks. The implementations and `matmul` are not checked here.
     """
     if remat not in ("none", *decoder.REMAT_POLICIES):
         raise ConfigError(f"model.remat={remat!r}: choose none, {', '.join(decoder.REMAT_POLICIES)}")
@@ -111,7 +111,8 @@ class Model:
     Frozen and hashable, so it can be closed over or passed as a static argument of jit.
 
     compute_dtype, scan_layers, remat, remat_every, attention, matmul, experts, recurrence, ring: the arguments of
-    `build`, which explains them.
+    `build`, which explains them. adapter: a single adapter or a set (models.adapters); None = none. joined: products of
+    one input are one array (models.unstacked).
     """
 
     config: ModelConfig
@@ -147,9 +148,9 @@ class Model:
 
     def init(self, key):
         """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices, zero biases, norms that scale
-        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps); adapters start as
-        adapters.initial and adapters.magnitudes define. The kernels of a quantized base are codes and scales
-        (adapters.quantized).
+        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps; its other parameters of heads
+        are 1); adapters start as adapters.initial and adapters.magnitudes define. The kernels of a quantized base are
+        codes and scales (adapters.quantized).
 
         Pure. Values do not depend on mesh, scan or compute dtype; those of the base do not depend on the adapter.
         """
@@ -226,8 +227,9 @@ class Model:
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def init_cache(self, slots: int, length: int, dtype):
-        """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), or the states
-        of a recurrence (models.recurrent), with the repetitions in front if scanned.
+        """Returns a zeroed cache: per layer k and v [slots, length, G * K], or latents (models.latent), where it has
+        attention, and the states of a recurrence where it has one (recurrent.leaf_shapes), with the repetitions in
+        front if scanned.
 
         A layer that is a feed-forward alone has nothing. dtype: of all arrays but a recurrence's states, which are fp32
         or better. Raises ConfigError for a model without attention, and as check_length does.
@@ -266,8 +268,8 @@ class Model:
 
         Returns:
           hidden [B, D] of each row's last real token in the compute dtype, and kv: the tree of `init_cache` for B slots
-          of length P ([B, P, G * K] per layer); with_auxiliary, also the auxiliary of `forward`. States of recurrent
-          layers are those before the last token, which decoding runs again.
+            of length P ([B, P, G * K] per layer, in the compute dtype); with_auxiliary, also the auxiliary of
+            `forward`. States of recurrent layers are those before the last token, which decoding runs again.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)
@@ -278,8 +280,8 @@ class Model:
         return (last[:, 0], kv, auxiliary) if with_auxiliary else (last[:, 0], kv)
 
     def insert(self, cache, kv, rows_K, slots_K):
-        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots outside the cache are
-        dropped.
+        """Copies prefilled rows into slots, at positions 0..P-1, and their states whole; slots beyond the cache's last
+        one are dropped (negative ones are not: they count from its end).
 
         Args:
           cache: as `init_cache` returns it.
@@ -370,7 +372,9 @@ class Model:
         return (cache, auxiliary) if with_auxiliary else cache
 
     def check_length(self, tokens: int) -> None:
-        """Raises ConfigError if a sequence of this length needs a rotary scaling that depends on the length."""
+        """Raises ConfigError if a sequence of `tokens` tokens is beyond what the rotary scaling serves: above the
+        original window of rope_type=dynamic, or of longrope whose long factors differ from its short ones.
+        """
         for rope in self.config.ropes:
             if rope.kind == "dynamic" and tokens > rope.original_max:
                 raise ConfigError(
@@ -385,21 +389,23 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, adapters included."""
+        """Number of elements of all arrays, adapters included. Of a base in few bits its codes and scales are counted:
+        nf4 has one code for two numbers.
+        """
         return sum(math.prod(entry.shape) for entry in self.entries)
 
     @property
     def num_active(self) -> int:
         """Returns the number of parameters that take part in computing one token; of experts, only the chosen ones
-        count.
+        count. The embedding is counted whole, and nf4 codes as the two numbers that each holds.
         """
         return sum(entry.active for entry in self.entries)
 
     def flops_per_token(self, context: int) -> int:
         """Returns the FLOPs of the forward pass for one token of text that sees `context` tokens (itself included).
 
-        Matrix products and recurrences, the head included, the embedding lookup not; a multiply and an add count as
-        two. The backward pass costs twice as much.
+        Matrix products and recurrences, the head included, the embedding lookup and an adapter on the head not; a
+        multiply and an add count as two. The backward pass costs twice as much.
         """
         cfg = self.config
         matrices = sum(e.multiplied for e in self.entries if e.path[0] not in ("head", "vision"))

@@ -347,7 +347,9 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of one HF tensor: (outputs, inputs) of a linear map, else that of the array."""
+        """Shape of one HF tensor: (outputs, inputs) of a linear map; every axis, outputs first, if its row is `whole`;
+        a bias flat; else that of our array, as of a linear map that is `straight`.
+        """
         shape, inputs = self.kind[0], self.inputs
         if self.row.straight:
             return shape
@@ -364,7 +366,9 @@ class Entry:
 
     @property
     def active(self) -> int:
-        """Returns the count of numbers that take part in computing one token."""
+        """Returns the count of numbers that take part in computing one token: the array's, times the row's `share`,
+        rounded.
+        """
         return round(math.prod(self.shape) * float(self.row.share))
 
     @property
@@ -409,10 +413,11 @@ def entries(config, rows, place: tuple[str, ...] = (), layers=None, repeats: int
     """Returns the entries of some rows of the parameter table.
 
     Args:
-      config: ModelConfig, or what else has the rows' fields. rows: those whose `when` fits are taken.
+      config: ModelConfig, or what else has the rows' fields.
+      rows: those whose `when` fits are taken.
       place: groups above the rows' paths.
       layers: numbers of the layers that the rows are of; None = of no layer.
-      repeats: > 0: the arrays are stacked over so many `layers`.
+      repeats: > 0: the arrays are stacked over so many `layers`; 0: they are of one layer or none.
       within: HF's name of the list of layers.
     """
     out = []

@@ -107,7 +107,7 @@ def stored(weights, axes):
 
 
 def rows(x):
-    """Constrains [B, L, ...] to a split by rows and, over cp, by tokens; whole in the other axes."""
+    """Constrains [B, L, ...] to a split by rows and, over cp, by tokens, where these divide; other axes are whole."""
     mesh = _mesh()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, _by_token(mesh, x.shape))
 
@@ -131,8 +131,8 @@ def at_sources(x_RxLx, sources_RxS):
 
 
 def residual(x_BxLxD):
-    """Constrains the residual stream between layers: split by rows and, over cp and tp, by tokens, so that norms and
-    stored activations are not repeated on every device of tp (sequence parallelism).
+    """Constrains the residual stream between layers: split by rows and, over cp and tp, by tokens, where these divide,
+    so that norms and stored activations are not repeated on every device of tp (sequence parallelism).
     """
     mesh = _mesh()
     if mesh is None:
@@ -210,7 +210,8 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     """Runs kernels.attention, each device on its own rows and heads.
 
     Arguments and result are those of kernels.attention.attention (int ids by token; out [B, L, H, K] in v's dtype);
-    options: its window, softcap, scale and implementation. work: of `attention_work`; None = each call makes its own.
+    options: its window, softcap, scale and implementation. sinks: [H] or None. work: of `attention_work`; None = each
+    call makes its own.
 
     Over cp each device has the queries of its tokens and gathers keys, values and their positions and segments; with
     the `work` of a ring, they go from device to device. The backward pass reduce-scatters their gradients. Keys of a
@@ -250,8 +251,8 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
 class RowChunks(NamedTuple):
     """Chunks of whole rows, whose tokens lie segment by segment.
 
-    order [B, L]: where the row has its i-th token, if it is split over cp and the tokens were dealt; place [B, L]: the
-    inverse. None = it lies so.
+    order [B, L] int32: where the row has its i-th token, in the order of segments and positions; place [B, L] int32:
+    the inverse. Both are None unless rows are split over cp, which deals their tokens.
     """
 
     chunks: Chunks
@@ -303,14 +304,16 @@ WINDOWS = 3  # queries, keys and values of a recurrence have a convolution, and 
 
 
 def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, state, windows: tuple, parameters: tuple):
-    """Runs function(chunks, ...) -> ([B, L, heads, ...], state, windows), each device for its own rows and heads.
+    """Runs function(chunks, tokens, state, windows, parameters) -> ([B, L, heads, ...], state, windows), each device
+    for its own rows and heads, and returns what it returns.
 
     Rows that are split over cp are whole inside: devices of cp exchange tokens for heads, and back.
 
     Args:
       heads: the number that tp, and cp where rows are split, must divide to split any of them.
-      chunks: of row_chunks. tokens: arrays [B, L, heads, ...]. state: [B, heads, ...] or None. windows: of the first of
-        the tokens, or (), but the function returns them. parameters: arrays [heads, ...].
+      chunks: of row_chunks. tokens: arrays [B, L, heads, ...]. state: [B, heads, ...] or None. parameters: arrays
+        [heads, ...]. windows: of the first WINDOWS of `tokens`, [B, taps - 1, heads, ...], or (); the function returns
+        them in any case.
       An array that has one head where there are several is whole on every device.
     """
     def shared(x, at: int) -> bool:
@@ -361,8 +364,8 @@ def routed(x_BxLxD, ids_BxLxK, gates_BxLxK, gate, up, down, *, activation, matmu
     devices of ep; else all of them, for its own tokens. If tp divides their width, each device has its share of that.
 
     x [B, L, D]; ids int and gates fp32 or better [B, L, K], an id outside 0..E-1 being an empty slot; gate (None =
-    there is none), up [E, D, F] and down [E, F, D] in x's dtype; biases: () or those of the three. Returns y [B, L, D]
-    in x's dtype.
+    there is none), up [E, D, F] and down [E, F, D] in x's dtype; biases: () or those of the three; activation, matmul,
+    implementation: as there. Returns y [B, L, D] in x's dtype.
     """
     def local(x, ids, gates, gate, up, down, *biases):
         if biases and width:  # what the devices of tp sum up holds the bias of the output once
@@ -423,8 +426,8 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
     Returns [S, 1, H, K] in q's dtype.
 
     k_cache, v_cache: [S, C, G * K], or [N, S, C, G * K] with the `index` of one of the N. positions_Sx1: int32; a query
-    sees its position and those before it, one at or beyond C is idle. work: of `cached_attention_work`. options:
-    window, softcap, scale, implementation.
+    sees its position and those before it, one at or beyond C is idle. work: of `cached_attention_work`, or None. sinks:
+    [H] or None. options: window, softcap, scale, implementation.
     """
     if index is None:
         k_cache, v_cache, index = k_cache[None], v_cache[None], 0
@@ -449,8 +452,8 @@ def sharded_cached_attention(q_Sx1xHxK, k_cache, v_cache, positions_Sx1, index, 
 
 
 def extended_attention(q_SxLxHxK, k_cache, v_cache, positions_SxL, index, **options):
-    """Computes attention of L queries per slot over a cache, [S, L, H, K], as sharded_cached_attention does for one
-    query: each sees its position and those before it.
+    """Computes attention of L queries per slot over a cache, [S, L, H, K] in q's dtype, as sharded_cached_attention
+    does for one query: each sees its position and those before it.
 
     Queries at or beyond the cache's length are padding. k_cache, v_cache and index as there.
     """

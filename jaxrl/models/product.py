@@ -17,7 +17,7 @@ from jaxrl.types import custom_vjp
 
 def product(x, kernel, inputs: int, scheme: str = DEFAULT):
     """Contracts the last `inputs` axes of x with the first of `kernel`, in their dtype; of numbers rounded as a scheme
-    of kernels.low_precision says. Returns y [..., *O] of x [..., *I] and kernel [*I, *O].
+    of kernels.low_precision says (DEFAULT: not rounded). Returns y [..., *O] of x [..., *I] and kernel [*I, *O].
 
     Gradients go straight through the rounding: that of x is the product of rounded g and kernel, each with scales of
     its own; that of the kernel is one of g and x as they are, but where the scheme says otherwise.
@@ -86,5 +86,7 @@ _low.defvjp(_low_forward, _low_backward)
 
 
 def times(x, factor: float):
-    """Returns x times a number of a config, rounded to x's dtype; x itself where it is 1, as for most models."""
+    """Returns x times a number of a config, which is rounded to x's dtype first; x itself where it is 1, as for most
+    models.
+    """
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

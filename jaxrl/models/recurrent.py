@@ -42,7 +42,8 @@ def initial_rates(key, entry):
 
 
 def initial_steps(key, entry):
-    """Returns the numbers whose softplus is between STEPS, drawn evenly on a log scale, [*entry.shape] fp32.
+    """Returns numbers [*entry.shape] fp32 whose softplus is drawn evenly on a log scale between STEPS; the same for
+    scanned and unrolled layers.
 
     key, entry: as in `initial_rates`, a jax PRNG key and the parameter's Entry.
     """
@@ -60,14 +61,14 @@ def _drawn(key, entry, least: float, most: float):
 
 
 class Kind(NamedTuple):
-    """What tells one kind of recurrence from another.
+    """The parts in which one kind of recurrence (gated delta, Mamba-2) differs from another.
 
     Attributes:
       gates: names of the maps of the hidden states to numbers [B, L, G], one for each value head.
       of_heads: names of the parameters [G], one for each value head. A `skip` among them: v times it is added to the
         output.
-      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, what is written) of kernels.recurrence, from
-        what the convolution returns.
+      inputs: (config, q, k, gates, of_heads) -> (q, k, log of the decay, factor on what is written) of
+        kernels.recurrence, from what the convolution returns.
       delta: whether what the state returns for a token's key is taken off before its value is written.
     """
 
@@ -97,7 +98,9 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
 
 
 def mamba2(own, layer, implementation: str, x_BxLxD, shared, cache, index):
-    """Computes a Mamba-2 state space; arguments, results and cache are those of `gated_delta`."""
+    """Computes a Mamba-2 state space, with steps clipped to config.step_limits and a gated output that is normed by
+    config.recurrent_norm and norm_then_gate; arguments, results and cache are those of `gated_delta`.
+    """
     del layer, implementation
     return _mixed(MAMBA2, _mamba2_norm, own, x_BxLxD, shared, cache, index)
 
@@ -130,7 +133,9 @@ def _mixed(kind: Kind, gated_norm: Callable, own, x_BxLxD, shared, cache, index)
 
 
 def rule_flops(config) -> int:
-    """Returns the FLOPs of all recurrences for one token: the convolution and the rule, without linear maps."""
+    """Returns the FLOPs of all recurrences for one token: the convolution and the rule, without linear maps; a multiply
+    and an add are two. 0 without recurrent layers.
+    """
     if not config.num_recurrent:
         return 0
     keys, values = (heads * size for heads, size in (
@@ -166,7 +171,7 @@ def positional(cache):
 
 
 def cache_length(cache) -> int:
-    """Returns C, the number of positions of a cache."""
+    """Returns C, the number of positions of a cache. Raises StopIteration for a cache of recurrences alone."""
     return positional(cache).shape[-2]
 
 

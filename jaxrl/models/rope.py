@@ -18,10 +18,11 @@ from jaxrl.kernels.platform import platform
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """One rotary embedding. `kind`: default, linear, dynamic, yarn, llama3 or longrope, or axial: the frequencies of
-    half a head twice, for rows and for columns. The other fields are as in HF's configs.
+    half a head twice, for rows and for columns. The other fields are as in HF's configs; attention_factor and
+    original_max are longrope's, too.
 
-    Inside the original window `dynamic` equals `default`, and `longrope` has its short factors; `Model.check_length`
-    refuses lengths beyond it.
+    `dynamic` is computed as `default`, and `longrope` with its short factors, which holds inside the original window
+    alone; `Model.check_length` refuses lengths beyond it, those of longrope only if its long factors differ.
     """
 
     kind: str = "default"
@@ -43,7 +44,9 @@ class Rope:
 
     @property
     def window(self) -> int:
-        """Returns the tokens up to which the short factors hold, if the long ones differ; else 0."""
+        """Returns the tokens up to which longrope's short factors hold, if its long ones differ; else 0 (no limit), as
+        for every other kind.
+        """
         return self.original_max if self.kind == "longrope" and self.short_factor != self.long_factor else 0
 
 

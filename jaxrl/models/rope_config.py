@@ -13,11 +13,11 @@ MROPE = {"turns": (24, 20, 20), "runs": (16, 24, 24)}  # by Family.mrope, where 
 
 
 def ropes(hf, family) -> tuple[Rope, Rope]:
-    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or
-    from `rope_theta` and `rope_scaling`.
+    """Returns the rotary embeddings of full and of windowed layers, from `rope_parameters` or from `rope_theta` and
+    `rope_scaling`; the same one twice where the family has no other for windowed layers.
 
-    hf: HF config with the family's defaults. family: families.Family. Raises ConfigError, naming the entry, for tables
-    that lack something, contradict each other, or that transformers would ignore.
+    hf: HF config with the family's defaults. family: families.Family. Raises ConfigError, naming the entry, for an
+    unsupported rope_type, and for tables that lack something, contradict each other, or that transformers would ignore.
     """
     scaling, tables = hf.get("rope_scaling"), hf.get("rope_parameters")
     tables = family.defaults.get("rope_parameters") if tables is None else tables
@@ -72,10 +72,12 @@ def _axes(hf, table, order: str) -> tuple[int, ...]:
 
 
 def rotary_size(hf, family, head_dim: int) -> int:
-    """Returns the number of a head's dimensions that rotate, by `partial_rotary_factor` of the rotary table or of the
-    config.
+    """Returns the number of a head's dimensions that rotate: head_dim times `partial_rotary_factor`, rounded down. The
+    rotary table's factor has precedence over the config's; where the config has none, the family's `rotary_dim` stands
+    for it, else it is 1.
 
-    Raises ConfigError if it is no even number from 2 to head_dim.
+    hf: HF config with the family's defaults. Raises ConfigError for a factor that is not above 0 and at most 1, and if
+    the result is no even number from 2 on.
     """
     beside, told = hf["partial_rotary_factor"], "partial_rotary_factor={!r}"
     if beside is None and hf.get("rotary_dim") and "rotary_dim" in family.defaults:

@@ -23,9 +23,9 @@ from jaxrl.models import decoder, parameters
 def for_decoding(model, mesh):
     """Returns the model as a sampler on a mesh computes it.
 
-    On GPUs its layers are unstacked and, if the weights are whole on every device and plain numbers without adapters,
-    its products are joined. Elsewhere the model is unchanged, and so is one whose adapters leave out layers, which a
-    scan fills up with zeros.
+    On GPUs its layers are unstacked. Its products of one input are joined there, too, if it has no adapter, mesh.tp is
+    1 and `matmul` is no scheme of low precision. Elsewhere the model is unchanged, and so is one whose adapters leave
+    out layers, which a scan fills up with zeros.
     """
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return model
@@ -38,7 +38,8 @@ def for_decoding(model, mesh):
 
 def joined(entries) -> tuple[parameters.Entry, ...]:
     """Returns the entries of a model whose layers are not stacked, with one entry for those that `parameters.JOINED`
-    names together, in the order of their paths.
+    names together, in the order of their paths. A joined entry has the outputs of its parts flat in one axis, and no HF
+    names.
     """
     left = {entry.path: entry for entry in entries}
     for path in list(left):
@@ -67,7 +68,8 @@ def by_layer(model, params, cut=None) -> dict:
     """Converts a model's tree to that of the same model without scanned layers: the repetitions of layers/sub_<j>
     become layer_<i>, those of a tower's group_<g> too.
 
-    params: arrays or other leaves. cut: takes a repetition of a leaf that is no array. Pure.
+    params: arrays or other leaves. cut: leaf -> what one repetition of it becomes, for leaves that are no arrays; None
+    = its slice along the first axis. Pure.
     """
     def repetition(tree, n):
         return jax.tree.map(cut or (lambda a: a[n]), tree)

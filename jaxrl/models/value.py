@@ -39,7 +39,9 @@ class ValueModel:
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
-        """Returns the parameter table of the Model and its value head."""
+        """Returns the parameter table of the Model, without the output matrix unless `keep_head`, and of its value
+        head.
+        """
         trunk = [entry for entry in self.model.entries if self.keep_head or entry.path[0] != "head"]
         kernel, bias = parameters.VALUE
         rows = [dataclasses.replace(kernel, hf=f"{self.name}.weight")] + [bias] * self.bias

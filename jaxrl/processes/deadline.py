@@ -28,8 +28,8 @@ def time_limit(seconds: float, text: str):
 
 
 def leave(text: str, status: int = 1) -> None:
-    """Ends the process from any thread, after printing a last line on standard error; nothing is flushed or cleaned up.
-    """
+    """Ends the process with this exit status, from any thread, after printing the text as a last line on standard
+    error; nothing is flushed or cleaned up."""
     os.write(2, f"\njaxrl: {text}\n".encode())
     os._exit(status)
 

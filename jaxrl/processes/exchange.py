@@ -139,11 +139,11 @@ def _replicate(sharding):
 
 
 def local_mesh(mesh: Mesh) -> Mesh:
-    """Returns this process's devices of a mesh as a mesh of the same axes: all along dp, whole ep x tp groups, fsdp 1;
-    cp is more of fsdp (sharding.rollout_mesh).
+    """Returns this process's devices of a mesh as a mesh of the same axes (dp, fsdp, cp, ep, tp), of sizes [copies
+    here, 1, 1, ep, tp]: each ep x tp group holds one copy of the rollout weights.
 
-    Arrays split over ep and tp alone (DESIGN: the rollout layout) lie on each device in the same
-    way under both meshes. A mesh of this process alone is returned as it is.
+    Arrays split over ep and tp alone (the rollout layout) lie on each device in the same way under both meshes. A mesh
+    of this process alone is returned as it is.
 
     Raises:
       ConfigError: such a group crosses processes.
@@ -170,7 +170,9 @@ def copy_crosses(mesh: Mesh) -> bool:
 
 
 def as_local_arrays(tree, mesh: Mesh):
-    """Returns global arrays in the rollout layout as arrays of the local mesh, without a copy: the same buffers."""
+    """Returns a tree of global arrays in the rollout layout as arrays of the local mesh, without a copy: the same
+    buffers. Arrays on devices of this process alone stay as they are. mesh: of this process's devices (`local_mesh`).
+    """
     def one(array):
         if getattr(array, "is_fully_addressable", True):  # a plan has shapes in their place
             return array
@@ -236,7 +238,7 @@ def facts(config: dict) -> dict[str, str]:
 
 
 def check_equal(peers: Peers, found: dict[str, str]) -> None:
-    """Compares facts over all processes. Collective.
+    """Compares facts over all processes. Collective. found: of `facts`.
 
     Raises ConfigError, on every process, naming each fact that differs (at most 20), the host and both values.
     """

@@ -119,7 +119,10 @@ def _parse(entry: str) -> Fault:
 
 
 class Faults:
-    """The fault plan of one process. `fire` is called at the named points and does nothing unless an entry matches."""
+    """The fault plan of one process. `fire` is called at the named points and does nothing unless an entry matches.
+
+    plan: faults.plan. process: rank of this process; entries for others are left out. Raises ConfigError for a wrong
+    entry."""
 
     def __init__(self, plan: Iterable[str] = (), process: int = 0):
         self._pending: dict[tuple[str, int, str], list[Fault]] = {}
@@ -131,8 +134,8 @@ class Faults:
     def fire(self, component: str, step: int, phase: str = "") -> None:
         """Runs the faults planned for a point, each once.
 
-        An action may end the process, or raise FaultError or OSError. Raises KeyError for a point missing from `POINTS`
-        (a mistake in jaxrl itself).
+        component, phase: the point; phase "" = the first one that POINTS lists. An action may end the process, or raise
+        FaultError or OSError. Raises KeyError for a point missing from `POINTS` (a mistake in jaxrl itself).
         """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")
@@ -157,7 +160,7 @@ def _act(fault: Fault) -> None:
 
 
 class InterruptedAtStart(KeyboardInterrupt):
-    """A signal that came before there was anything to save."""
+    """A signal came before there was anything to save. number: of the signal; the text is its name."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)

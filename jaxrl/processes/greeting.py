@@ -54,6 +54,7 @@ def greet_all(place: Place, seconds: float) -> JoinWatch:
 
     Raises:
       PeerLost: names who did not connect within `seconds`, or was lost.
+      OSError: process 0 cannot listen at the coordinator's port.
     """
     if place.process:
         return _greet(place, seconds)

@@ -120,7 +120,7 @@ class Peers:
     """The processes of a run, as one of them sees the others. With one process nothing waits and nothing is sent.
 
     Attributes:
-      index, count: rank of this process, from 0, and the number of processes.
+      index, count: rank of this process, from 0, and the number of processes. (Argument client: jax's key-value store.)
       wait_seconds: how long a collective call waits for late processes.
       names: rank -> host, "" if not known.
       failure: the error of a process that died or gave up; None = no process did.
@@ -153,6 +153,7 @@ class Peers:
 
         Raises:
           PeerLost: names the processes that are in another call, later than launch.wait_seconds, or gone.
+          ConfigError: another process gave up for a ConfigError.
         """
         if self.count == 1:
             return [value]
@@ -173,7 +174,7 @@ class Peers:
     def decide(self, what: str, choose, *arguments):
         """Returns on every process what choose(*arguments) returns on process 0 (JSON-able). Collective.
 
-        Only process 0 calls `choose`. what: tag of the call. Raises PeerLost as `all_gather` does.
+        Only process 0 calls `choose`. what: tag of the call. Raises PeerLost and ConfigError as `all_gather` does.
         """
         return self.all_gather(what, choose(*arguments) if self.first else None)[0]
 
@@ -213,7 +214,7 @@ class Peers:
     # ---- failures
 
     def raise_failure(self) -> None:
-        """Raises the failure that the watch has detected."""
+        """Raises the failure of another process that the watch has detected, a PeerLost or ConfigError, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -251,8 +252,8 @@ class Peers:
             log.debug("the coordinator is gone: %s", _first_line(e))
 
     def leave(self, status: int) -> None:
-        """Ends this process. Status 0 closes the coordinator in order; another status ends the process at once, after
-        the others could read why."""
+        """Leaves the group; does nothing in a run of one process. Status 0 closes jax's coordinator in order and
+        returns; another status ends this process with it, after the others could read why."""
         if self.count == 1:
             return
         sys.stdout.flush()
@@ -280,7 +281,8 @@ class Watch(threading.Thread):
     Process 0 reads the heartbeats and posts who has been silent for `patience` seconds; all processes read the posts.
     A process whose main thread cannot exit (it waits in a collective) is ended GRACE_SECONDS later.
 
-    beat: seconds between heartbeats, a tenth of the patience and at most 5.
+    peers: the group, whose `failure` and `stop_requested` it sets. beat: seconds between heartbeats, a tenth of the
+    patience and at most 5.
     """
 
     def __init__(self, peers: Peers, patience: float):
@@ -296,7 +298,8 @@ class Watch(threading.Thread):
         self._stop_asked.set()
 
     def silent(self) -> list[int]:
-        """Returns the processes without a heartbeat for `patience` seconds. Only process 0 knows."""
+        """Returns the processes, other than 0, without a heartbeat for `patience` seconds. Only for process 0, which
+        alone reads the heartbeats: elsewhere all others are returned after that time."""
         now = time.monotonic()
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
@@ -354,6 +357,7 @@ def start(config) -> None:
 
     Raises:
       PeerLost: names who is missing after launch.connect_seconds.
+      ConfigError: this process's place cannot be determined (`find_place`).
     """
     global _peers
     options = config.launch

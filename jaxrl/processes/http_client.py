@@ -21,7 +21,7 @@ def fetch(request: urllib.request.Request | str, seconds: float, longest: int = 
 
     Args:
       request: a request or a URL.
-      seconds: until the last byte.
+      seconds: until the last byte, looked at after each part; a connection that stalls may take as long again.
       longest: largest body in bytes.
 
     Raises:

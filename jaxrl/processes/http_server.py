@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
+from jaxrl.processes.addresses import address_family
+
 log = logging.getLogger("jaxrl")
 MAX_HEAD_BYTES = 1 << 16   # bytes; also of the lengths and trailers of a chunked body
 HEAD_SECONDS = 30.0      # from the connection, or the first byte of a later request, to the end of the head
@@ -40,7 +42,8 @@ class Request(NamedTuple):
     """A request.
 
     Attributes:
-      version: "HTTP/1.1". headers: names in lower case. body: empty while the request is being admitted.
+      path: with the query. version: "HTTP/1.1" or another "HTTP/1.x". headers: by name in lower case. body: empty while
+        the request is being admitted.
     """
 
     method: str
@@ -110,7 +113,7 @@ class Server:
             answer if inspect.iscoroutinefunction(answer) else functools.partial(self._in_thread, answer))
         self._most = min(connections, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._places = asyncio.Semaphore(threads)
-        self._listening = socket.create_server((host, port), family=_family(host), backlog=128)
+        self._listening = socket.create_server((host, port), family=address_family(host), backlog=128)
         self._listening.setblocking(False)
         self.host, self.port = self._listening.getsockname()[:2]
         self._open: dict[socket.socket, asyncio.Task] = {}
@@ -374,7 +377,3 @@ def _head(reply: Reply, close: bool) -> bytes:
     lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}", f"Content-Type: {reply.kind}",
              f"Content-Length: {len(reply.body)}", *reply.headers, *["Connection: close"] * close]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -45,7 +45,7 @@ from jaxrl.types import Pictures, Trajectories
 
 
 class StepInputs(NamedTuple):
-    """The arguments of `one_step`."""
+    """The arguments of `one_step`; `teacher` is that of teachers.open_teacher."""
 
     s: Session
     job: Job
@@ -63,7 +63,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs or a teacher that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         drawn = round(s.spec.distill.on_policy * s.spec.data.prompts_per_step)
         samples = bool(drawn) or bool(s.spec.eval.sets or s.spec.data.eval_fraction)
@@ -214,8 +215,9 @@ class MixedRows:
 
 
 def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
-    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was
-    requested before the update."""
+    """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
+    the update. Raises RunStopped if rewards, episodes, the teacher or updates fail beyond their limits or the log-prob
+    gap is too large, TimeoutError if completions are missing after rollout.timeout_seconds."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):
@@ -311,10 +313,12 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
     nats: distill/divergence of the policy's log-probs (recomputed ones if the loss reads them, else the engine's) less
     the teacher's, and distill/teacher_logprob.
 
-    With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D] for
-    the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K] float32 in nats.
-    With teacher.save, process 0 also writes the ids and log-probs to a file.
-    """
+    With other losses the columns are the teacher's outputs at loss tokens, without metrics: "teacher_hidden" [T, D]
+    (compute dtype) for the whole vocabulary, else "teacher_ids" [T, K] int32, -1 = none, and "teacher_logprobs" [T, K]
+    float32 in nats. With teacher.save, process 0 also writes the ids and log-probs to a file.
+
+    batch: the student's completions, read with distill.loss=sampled only. traj: Trajectories of the step. layout: of
+    scoring."""
     s, d = parts.s, parts.s.spec.distill
     targets = parts.teacher.targets(traj, layout, lambda: parts.student.most_probable(traj, layout))
     if d.loss == "sampled":
@@ -335,15 +339,16 @@ def teacher_columns(parts: StepInputs, batch, traj, layout) -> tuple[dict, dict]
 
 
 def update_all(parts: StepInputs, traj, layout, columns, from_rows) -> dict[str, float]:
-    """Runs all optimizer steps of a batch; returns the means of their metrics.
+    """Runs all optimizer steps of a batch; returns the means of their metrics. Raises RunStopped after
+    optimizer.max_nonfinite updates in a row that were not finite.
 
     Loss tokens are weighted by algorithm.aggregation over their minibatch. With algorithm.mask_truncated completions
     that were cut at their longest have the weight 0 and still count in the denominators.
 
     Args:
+      traj: Trajectories of the step. layout: training.Layout of the update.
       columns: token columns of `teacher_columns`.
-      from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce.
-    """
+      from_rows: [N] bool, trajectories from the data, the only ones in the cross-entropy term of distill.ce."""
     c, policy, pending = parts.s.spec, parts.roles.policy, []
     traj = policy.shown(traj)
     a = c.algorithm
@@ -372,8 +377,9 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
 
     Args:
       batch: the student's completions, or None if all rows bring theirs.
-      per_completion: [N] mean advantage of each of the batch's completions over its loss tokens; None without a batch.
-    """
+      traj: Trajectories of the step. layout: of the update. columns: of `teacher_columns`.
+      per_completion: [N] float, mean advantage of each of the batch's completions over its loss tokens; None without a
+        batch."""
     s, c, count = parts.s, parts.s.spec, parts.speed.operations
     lengths, prompts = traj.total(), float(traj.prompt_lengths.sum())
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),

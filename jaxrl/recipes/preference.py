@@ -41,7 +41,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         job = open_run(s)
         c = job.config
@@ -81,10 +82,10 @@ def run(config, inputs=None) -> dict:
 
 
 class Completion(NamedTuple):
-    """A completion and its prompt as 1-D token ids, in the form that recipes.sft.demonstrations takes.
+    """A completion and its prompt as 1-D int token ids, in the form that recipes.sft.demonstrations takes.
 
-    trained is None: all tokens of the completion are in the loss.
-    """
+    images: places of the prompt's images, None without. trained is None: all tokens of the completion are in the
+    loss."""
 
     prompt_ids: np.ndarray
     target_ids: np.ndarray
@@ -143,11 +144,12 @@ def lay_out(job, completions, rows):
 class Losses:
     """The preference losses of a job on a step's completions.
 
+    score: (params, traj, layout) -> [T] float32 log-probs in nats, also the reference's where it is the same program.
+
     Attributes:
       reference: sums of log-probs under the reference (ReferenceSums), or None if no loss reads it.
       with_z0: preference.loss has kto, whose z0 needs a second batch of mismatched prompts.
-      passes: forward passes over the completions per step, without the reference's.
-    """
+      passes: forward passes over the completions per step, without the reference's."""
 
     def __init__(self, s, job, score):
         self.options = job.config.preference
@@ -183,9 +185,8 @@ class Losses:
 def one_update(policy: Policy, step: PreferenceStep, derivative) -> dict[str, Any]:
     """Runs one optimizer step along a derivative; returns its metrics, which stay on the device.
 
-    derivative: [N] dloss/ds by the completions' sums of log-probs s, already divided by the loss's denominator. A loss
-    token has the weight -dloss/ds of its completion.
-    """
+    derivative: [N] float64, dloss/ds by the completions' sums of log-probs s, already divided by the loss's
+    denominator. A loss token has the weight -dloss/ds of its completion."""
     weights, traj = training.sequence_weights(step.traj, derivative), policy.shown(step.traj)
     micro = step.layout.minibatches[0].microbatches
     return policy.update(policy.put(training.pack(traj, m, {}, weights)) for m in micro)
@@ -198,8 +199,8 @@ class HeldOutEvaluation:
     once, and once more with other pictures for each of eval.controls. Sets of prompts are completed and scored as in
     any job.
 
-    sync: weight sync for the sets of prompts; None: these are left out.
-    """
+    role: whose parameters are evaluated. losses: of the job. sync: weight sync for the sets of prompts; None: these are
+    left out."""
 
     def __init__(self, s, job, role: Role, losses: Losses, sync=None):
         self.role, self.losses = role, losses
@@ -246,15 +247,17 @@ class HeldOutEvaluation:
 
 
 def with_prompt_sets(job):
-    """Returns the job with only the held-out sets of prompts, which need completions."""
+    """Returns the job with only the held-out sets of prompts, which need completions. Raises ConfigError for a set that
+    mixes prompts with pairs or labels."""
     return dataclasses.replace(job, eval_sets=sets_to_complete(job.config, job.eval_sets))
 
 
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
 
-    Returns the content of summary.json.
-    """
+    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only.
+
+    losses: of the job. score: (params, traj, layout) -> [T] float32 log-probs in nats."""
     role = Role("policy", job, score)
     role.state, where = publish_latest(s, job)
     s.console.start("eval")

@@ -43,7 +43,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         job = scoring(open_run(s, with_engine=False))
         c, model = job.config, Scorer(job, s.total_steps)
@@ -93,10 +94,9 @@ class Scorer(Policy):
 
     def start(self, arrays: dict | None) -> None:
         """Starts from a checkpoint; else from model.path, a language model (with a head of zeros) or a sequence
-        classifier with one label; else random with a head of zeros.
+        classifier with one label; else random with a head of zeros. `abstract` has to be called before.
 
-        arrays: those of a checkpoint, None if there is none.
-        """
+        arrays: those of a checkpoint, None if there is none."""
         if arrays is not None:
             return super().start(arrays)
         job, m = self.job, self.job.config.model

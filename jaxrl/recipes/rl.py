@@ -41,7 +41,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs that cannot be used, and as run.fit.fit does."""
     with Session(resolve(config), inputs) as s:
         job = open_run(s)
         spec = job.config

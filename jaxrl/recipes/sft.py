@@ -27,7 +27,8 @@ def run(config, inputs=None) -> dict:
     Args:
       config: a checked ConfigDict, or a Spec.
       inputs: Python objects of the caller (jaxrl.run.python_api.PythonInputs), or None.
-    """
+
+    Raises ConfigError for inputs that cannot be used, and as run.fit.fit does."""
     held_out = bool(config.eval.sets or config.data.eval_fraction)
     with Session(resolve(config), inputs) as s:
         job = open_run(s, with_engine=held_out)
@@ -61,9 +62,9 @@ def run(config, inputs=None) -> dict:
 
 def log_line(s, job, policy, pending: list):
     """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}.
+    Raises RunStopped after optimizer.max_nonfinite updates in a row that were not finite.
 
-    pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged.
-    """
+    pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged."""
     if s.step % job.config.log.every_steps and not s.ended():
         return {}
     with s.phase("update"):  # where the devices are waited for

@@ -67,10 +67,11 @@ def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
 
 
 def of_run(lines: list[dict]) -> list[Anomaly]:
-    """Returns the anomalies in lines of metrics.jsonl, by step.
+    """Returns the anomalies in lines of metrics.jsonl, sorted by step and metric, with those of `hacked`.
 
     Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on. Later steps are not compared
-    with an anomalous one, unless NEW steps before it were anomalous, too.
+    with an anomalous one, unless NEW steps before it were anomalous, too. A learning rate counts only from twice the
+    largest usual one on, since it rises during warm-up.
 
     lines: metric -> value, and `step`, of each line in order."""
     out = []
@@ -93,7 +94,8 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
 
 
 def hacked(lines: list[dict]) -> list[Anomaly]:
-    """Returns evaluations whose held-out accuracy is HACKED below its best although the reward rose since then."""
+    """Returns the evaluations, as Anomalies, whose held-out accuracy is at least HACKED below its best although the
+    reward is higher than then. lines: as in `of_run`."""
     out, best = [], None  # (accuracy, reward)
     reward = 0.0
     for line in lines:
@@ -110,8 +112,8 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
 
 
 def outliers(values, floor: float = 0.0) -> np.ndarray:
-    """Returns [N] float64 robust deviations of each finite number from the median of all; 0 for numbers that are not
-    finite.
+    """Returns [N] float64 signed robust deviations (`deviations`) of each finite number from the median of all; 0 for
+    numbers that are not finite.
 
     values: [N]. floor: smallest difference that counts as LIMIT deviations."""
     values, out = np.asarray(values, np.float64), np.zeros(len(values))

@@ -100,7 +100,8 @@ def read_config(folder, name: str) -> dict:
 
 
 def header(path) -> dict:
-    """Reads the header of a record without its arrays. Raises ConfigError if it cannot be read."""
+    """Reads the header of a record without its arrays or checksum, a dict with "format" and "step". Raises ConfigError
+    if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:
             return json.loads(file.read(HEADER))
@@ -129,7 +130,8 @@ def steps(folder) -> dict[int, Path]:
 
 
 def read(path) -> Record:
-    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array."""
+    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array, and for
+    a name or format that is not a record's; OSError if the file cannot be read."""
     path = Path(path)
     named = _NAME.fullmatch(path.name)
     if named is None:

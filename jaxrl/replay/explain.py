@@ -44,7 +44,7 @@ def run(config, inputs=None) -> dict:
     They are {"explained": [Explained.summary() of each step], "anomalies": [...]}. inputs: what the run was started
     with from Python (PythonInputs), or None.
 
-    Raises ConfigError for a run with lora.adapters."""
+    Raises ConfigError for a run with lora.adapters, and for steps that cannot be computed again (replay.Plan)."""
     found = anomalies.of_run(list(diff.Run(config.run.dir).lines.values()))
     plan = Plan(config, chosen(config, found))
     if not config.replay.steps:
@@ -105,8 +105,8 @@ def heading(plan, found) -> str:
 
 @dataclasses.dataclass
 class Answers:
-    """Measurements of N completions, each [N]: numbers, and bool for `masked` and `truncated`. Log-probs are in nats;
-    means are over a completion's loss tokens."""
+    """Measurements of N completions, each [N]: floats, integers for `length` and `age`, bool for `masked` and
+    `truncated`. Log-probs are in nats; means and shares are over a completion's loss tokens."""
 
     score: np.ndarray
     advantage: np.ndarray   # mean per token
@@ -136,6 +136,8 @@ class Explained:
       way: the step in parameters, a flat dict in fp32; length: its L2 norm.
       answers: Answers of all completions.
       groups: of each group its share (see the module), norm of its gradient and component along the step.
+      norm: L2 norm of the gradient g. pushed: of the NAMED completions that changed most, number -> {group: change of
+        its mean log-prob (nats) along minus the group's gradient, to first order}.
       shares: completion -> share of the step, for completions of the HEAVY heaviest groups.
       suspects: anomalous completions with reasons, the worst first.
     """

@@ -28,8 +28,9 @@ def start_fork(config, inputs):
     """Prepares a fork: returns its config with run.resume set to the recorded run's state before fork.step.
 
     If no checkpoint holds that state, recorded steps are computed again and a checkpoint is saved. A fork that has its
-    own checkpoints resumes from them. Raises ConfigError if the record does not reach that step, or if options differ
-    that would change the past.
+    own checkpoints resumes from them; one at step 1 starts anew, with run.resume as it is. Raises ConfigError if the
+    record does not reach that step, or if options differ that would change the past; RunStopped if a step computed
+    again is not the recorded one. Collective.
     """
     if not (Path(config.fork.run) / "config.json").is_file():
         raise ConfigError(f"fork.run={config.fork.run!r}: holds no config.json; expected the directory of a recorded "

@@ -26,7 +26,8 @@ def report(s, job) -> dict:
     """Measures the gaps, prints the table and returns it as in summary.json. Collective: every process samples its
     part.
 
-    Samples rollout.group_size completions to each of the first PROMPTS rows, with the newest weights of the run.
+    Samples rollout.group_size completions to each of the first PROMPTS rows, with the newest weights of the run. s: the
+    Session. job: its Job with engine and data.
 
     Returns {"engine", "gap": {setting: `difference` of it}, "bound": gap in nats per token up to which they agree (1e-3
     if both compute in fp32, else 0.05), "verdict": list of sentences; "probe" if the engine measures it}."""
@@ -88,7 +89,7 @@ def verdict(rows, bound: float, config) -> list[str]:
     """Returns the causes of a gap as sentences, most likely first.
 
     rows: setting -> `difference` of it, the five of `report` in its order. bound: mean |d| (nats per token) that counts
-    as agreement."""
+    as agreement. config: the run's, for the texts."""
     mean = {name: g["mean"] for name, g in rows.items()}
     now, fp32, plain, one, cached = mean.values()
     said = []

@@ -91,7 +91,8 @@ class Replay:
         return files.read(self.paths[self.s.step + 1])
 
     def replay_step(self) -> Done:
-        """Computes the next step again from its record; session and roles are one step further afterwards."""
+        """Computes the next step again from its record; session and roles are one step further afterwards. Raises
+        ConfigError if the record is damaged."""
         record, spec, roles, s = self.record(), self.s.spec, self.roles, self.s
         batch, before = restore_batch(record), self.hash_states()
         layout = lay_out(spec, self.job.row_shapes, batch.traj, s.step, self.job.score_shapes)
@@ -113,7 +114,7 @@ def run(config, inputs=None) -> dict:
     inputs: what the run was started with from Python (PythonInputs), or None.
 
     Returns the entries of summary.json: `replay` with a verdict for each step, and `tried` for the settings of
-    replay.try."""
+    replay.try. Raises ConfigError for steps that cannot be computed again (Plan)."""
     plan, found, tried = Plan(config), [], []
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
@@ -185,9 +186,10 @@ class Plan:
                               f"{ranges(list(self.paths))}")
 
     def nearest(self, step: int) -> int | None:
-        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded.
+        """Returns the latest checkpoint (0 = the start of the run) from which every step up to `step` is recorded,
+        under the config of `step`; None if there is none.
 
-        None if there is none. Damaged checkpoints are logged and not used."""
+        Damaged checkpoints are logged and not used, nor is the start with lora.init=eva, which needs the data."""
         chain = step
         while chain - 1 in self.paths and self._config(chain - 1) == self._config(step):
             chain -= 1
@@ -231,7 +233,9 @@ class Plan:
         return out
 
     def open(self, stack: contextlib.ExitStack, inputs, start: int, step: int) -> Replay:
-        """Opens the state after step `start` in a new Session, with the config that `step` was recorded under."""
+        """Opens the state after step `start` in a new Session, which `stack` closes, with the config that `step` was
+        recorded under. inputs: PythonInputs, or None. Raises ConfigError for an option that would change the meaning of
+        the record."""
         asked = self._asked(step)
         asked.run.resume = str(self.checkpoints / f"{start:08d}") if start else "never"
         header = files.header(self.paths[step])
@@ -258,6 +262,8 @@ class Plan:
 
     def introduction(self, start: int, step: int) -> str:
         """Returns the console lines about what is replayed and what differs from the recorded run.
+
+        start: step of the checkpoint, 0 = the start of the run. step: the first that is asked for.
 
         Raises ConfigError for an option that would change the meaning of the record.
         """

@@ -63,7 +63,8 @@ class StepState(NamedTuple):
                    getattr(reference, "state", None), getattr(reference, "epochs", 0.0))
 
     def restore_to(self, roles) -> None:
-        """Puts copies of the states into the roles of a step; this StepState can be restored again."""
+        """Puts copies of the states into the roles of a step, and the reference's arrays themselves; this StepState can
+        be restored again. A reference without a state here is left as it is."""
         critic, reference = roles.critic, roles.reference
         roles.policy.state = copied(self.policy)
         if critic is not None:
@@ -170,7 +171,8 @@ def table(replay, config) -> dict:
     Returns {"step", "rows"}. A row has `setting`; of the parameters the length of the step and its angle (degrees) to
     the run's own step; of the batch's tokens the KL of the step and the share outside the clip range; of completions
     with a positive advantage the mean change of log-prob per token that their gradient predicts (`predicted`) and the
-    actual one (`realised`); `others`: the actual one of all other completions.
+    actual one (`realised`), in nats; `others`: the actual one of all other completions; `metrics`: of the update, those
+    of REPORTED. Raises ConfigError as `altered`.
     """
     s, own = replay.s, replay.roles
     state, batch = StepState.of(own), restore_batch(replay.record())
@@ -220,8 +222,8 @@ def altered(replay, name: str, value):
 
     name: dotted name of the option. value: what it is set to.
 
-    Raises ConfigError if the recorded state does not fit the option: a critic that was or was not there, or another
-    structure of the optimizer's state."""
+    Raises ConfigError for an invalid config, and if the recorded state does not fit the option: a critic that was or
+    was not there, or another structure of the optimizer's state."""
     own, s = replay.roles, replay.s
     asked = editable(s.spec.asked)
     put(asked, name, value)

@@ -95,7 +95,7 @@ def _planned(run: Run):
 
 def finding(text: str, steps=(), of: int = 0, grave: bool = True) -> dict:
     """Returns one finding, with its steps as ranges of text and their count. of: number of steps that were looked at.
-    """
+    grave: whether it is listed before the others."""
     return {"text": text, "grave": grave, "steps": ranges(steps), "count": len(steps), "of": of}
 
 

@@ -40,7 +40,7 @@ def embedded(data: dict) -> str:
 
 
 def page(data: dict) -> str:
-    """Returns the whole document.
+    """Returns the whole HTML document. data: of report.content.
 
     Texts of runs reach the page as JSON and are shown as text nodes. In addition the document's policy runs only the
     scripts whose digests it names and loads nothing, so that injected markup could neither run nor connect.
@@ -72,7 +72,11 @@ def report_of(run_dir) -> None:
 
 
 def write_report(folders, out=None, steps: list[int] | None = None) -> Path:
-    """Writes the page of these runs atomically and returns its path (default: report.html in the first)."""
+    """Writes the page of these runs atomically and returns its path.
+
+    out: file to write, None = report.html in the first folder. steps: training steps whose completions are shown, None
+    = some, evenly spaced. Raises ConfigError for a folder that is no run directory, OSError if the page cannot be
+    written."""
     folders = list(folders)
     path = Path(out) if out else Path(folders[0]) / "report.html"
     write_atomic(path, page(content(folders, steps)))

@@ -22,6 +22,7 @@ class Run:
       series: metric -> (steps, values), float64 [n] each, in the order of steps; names as in telemetry/names.py, so
         that seconds of phases are time/<phase>.
       broken: number of unreadable lines of metrics.jsonl.
+      name: of the folder. versions: package -> version. summary: content of summary.json, {} without one.
     """
 
     folder: Path

@@ -24,10 +24,15 @@ EMBEDDED = Path(jaxrl.__file__).parent / "data" / "embedded"
 
 def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     """Returns [{run, what: "training" or "held-out <set>", step, of: total number, rows}]: whole prompt groups while
-    there is room, groups with different rewards first.
+    there is room, groups with different rewards first. A row is a dict of one completion, its text in `pieces`
+    (TokenTexts.pieces); `run` is an index.
+
+    All parts share CHARACTERS; a first group that exceeds its part's share is cut to some of its completions, and a
+    text is cut in its middle to MAX_TEXT_CHARS. Parts without rows are left out.
 
     Args:
-      steps: requested training steps; None for evenly spaced ones.
+      runs: whose first and last evaluations are shown, too. steps: requested training steps; None for at most STEPS
+        evenly spaced ones.
     """
     chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
     speak, out = [TokenTexts(run) for run in runs], []
@@ -164,9 +169,9 @@ class TokenTexts:
                 self._tokenizer = None
 
     def pieces(self, record: dict) -> list[dict]:
-        """Returns what follows the prompt: [{text, trained, turn, reward}], and if tokens spell exactly this text
-        {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps {advantages, gaps}. `trained` is
-        False for text inserted between turns.
+        """Returns what follows the prompt: [{text, trained, turn, opens, reward}], those that the record has, and if
+        tokens spell exactly this text {tokens: [text], logprobs: [nats]} instead of text, and for recorded steps
+        {advantages, gaps}. `trained` is False for text inserted between turns; `opens`: a new sequence begins.
 
         record: one of rollouts/ or eval/, with `columns` from `token_values` if its step was recorded."""
         told = record.get("episode")
@@ -230,8 +235,8 @@ class TokenTexts:
 
 
 def tokenizer_file(run: Run) -> Path | None:
-    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path; None if
-    there is none.
+    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path: of a folder,
+    of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is downloaded.
     """
     own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
            *run.folder.glob("*/export/tokenizer.json")]

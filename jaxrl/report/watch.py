@@ -25,7 +25,8 @@ class WatchedRuns:
         self._content: dict = {}
 
     def content(self) -> dict:
-        """Returns the page's data (report.content); callable from several threads."""
+        """Returns the page's data (report.content); callable from several threads. Raises ConfigError for a folder that
+        is no run directory."""
         with self._lock:
             files = [f / name for f in self._folders for name in READ]
             seen = [(p.stat().st_mtime_ns, p.stat().st_size) for p in files if p.exists()]

@@ -72,8 +72,8 @@ def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
     """Returns (items, labels in points of the scale) of the rows of a judge's `labelled` file, JSON lines.
 
     o: the judge's options: labelled, lowest and highest. A row has prompt, completion and score, a number within them;
-    its other keys become columns. Raises ConfigError naming file and line for another row, and for a file without
-    rows."""
+    its other keys become columns. Raises ConfigError naming file and line for another row, and for a file that cannot
+    be read or has no rows."""
     where, items, labels = o["labelled"], [], []
     try:
         lines = Path(where).expanduser().read_text("utf-8").splitlines()

@@ -43,7 +43,7 @@ class BackgroundScorer:
 
     def close(self) -> None:
         """Stops the thread once the groups that are being scored are done; does not wait. Closing the reward pool
-        ends those."""
+        ends those. Groups still queued are never scored: a `wait` for them ends only by its `stop`."""
         with self._state:
             self._closing = True
             self._state.notify_all()

@@ -32,9 +32,11 @@ def register_reward(name: str):
     """Returns a decorator that registers a reward function as `name` for `reward.functions`.
 
     The function takes (prompt, completion, **columns) for one completion, or (prompts, completions, **columns) for a
-    batch, sync or async. It may name further arguments: token_ids, finish, group, sample, user (config.user). It
-    returns a float, None (no score for this row), or (float, {metric: number}); for a batch a list of these. It runs
-    in worker processes, so it must be importable there.
+    batch, sync or async. It may name further arguments: token_ids, context_ids, finish, group, sample, images and
+    image_sizes, and of the run user (config.user), format_pattern and code_score. It returns a float, None (no score
+    for this row), or (float, {metric: number}); for a batch a list of these. It runs in worker processes, so it must
+    be importable there. Attributes of the function that workers read, if it has them: `prepare`, called before the
+    worker is ready; `size` and `seconds`, completions and time limit of one call of a batched function.
 
     Raises:
       ValueError: another function has this name.
@@ -62,7 +64,8 @@ def math_reward(prompt, completion, answer):
     An answer of two or more letters alone is a word (or words) and compared as text, ignoring case, not as a product
     of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers
     must also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers
-    equal."""
+    equal. An answer in which math-verify finds no mathematics is compared as `boxed` does. A completion that takes more
+    than LIMIT seconds of processor time scores 0.0; at most MAX_CHARS_READ characters of it are read."""
     if answer is None:
         return None
     answer = str(answer)
@@ -224,8 +227,8 @@ def exact_reward(prompt, completion, answer):
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (spaces ignored) or as a number (18 = 18.0 = 36/2),
-    else 0.0.
+    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (without white space, $ and the commas of 1,000) or
+    as a number (18 = 18.0 = 36/2), else 0.0, also without a box.
 
     None, which counts as absent, for a row without an answer."""
     if answer is None:
@@ -273,9 +276,10 @@ def _number(text: str) -> Fraction | None:
 def choice_reward(prompt, completion, answer):
     r"""Scores 1.0 if the chosen letter equals `answer` (a letter, also as '(B)'), else 0.0; None without an answer.
 
-    The letter is the first match of: the last \boxed{B}; the last 'answer is B', 'Answer: (B)', 'option B'; a
-    completion that begins with the letter alone ('B', '(B)', 'B. because'). Raises ValueError for an answer that is
-    no letter."""
+    The letter is that of the last \boxed{B} (0.0 if the box holds something else); in a completion without a box the
+    last 'answer is B', 'Answer: (B)', 'option B' or 'choice B', else a completion's begin with the letter alone ('B',
+    '(B)', 'B. because'). Outside a box only capital letters count. Raises ValueError for an answer that is no letter.
+    """
     if answer is None:
         return None
     wanted = _letter(str(answer))

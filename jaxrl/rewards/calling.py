@@ -77,7 +77,7 @@ class Call:
       batched: a parameter is named `completions`.
       asynchronous: it is a coroutine function.
       size: completions per call of a batched function, 0 for all.
-      seconds: its time limit, 0 for the run's.
+      seconds: time limit of a call of a batched function, 0 for the run's.
 
     Raises LoadError if it cannot be loaded, its prepare() fails, or reward.arguments names an argument that it does not
     have."""
@@ -110,8 +110,8 @@ class Call:
     def traits(self) -> dict:
         """Returns what the parent process needs to know of the function, as a JSON-able dict.
 
-        Whether it is batched or asynchronous, completions per call, seconds per call, and which large arguments it
-        takes."""
+        {batched, asynchronous, size, seconds} as of the class, and context, images and image_sizes: whether it names
+        context_ids, images and image_sizes, which are sent only if one of the functions does."""
         return {"batched": self.batched, "asynchronous": self.asynchronous, "size": self.size, "seconds": self.seconds,
                 "context": "context_ids" in self.named, "images": "images" in self.named,
                 "image_sizes": "image_sizes" in self.named}
@@ -180,8 +180,9 @@ def outcome(value) -> dict:
     """Returns {value, outcome, metrics} of a function's return value for one item; value is None unless outcome is
     'ok'.
 
-    None -> 'none'; NaN and infinities -> 'nan'; anything that is not a number, or is beyond MAX_REWARD -> 'error:
-    ...'. Never raises."""
+    value: a number, None or (one of these, {metric: number}). None -> 'none'; NaN and infinities -> 'nan'; anything
+    that is not a number, is beyond MAX_REWARD in absolute value, or has a metric that is no number -> 'error: ...'; a
+    ServiceError as `failure` has it. Never raises."""
     if isinstance(value, ServiceError):
         return failure(value)
     try:

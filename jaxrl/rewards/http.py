@@ -77,7 +77,9 @@ class Service:
         """Returns the result of work(budget), or the ServiceError that ended it; waits deadline_seconds at most.
 
         Lateness is a ServiceError with cause `slow`; what a reply in an unexpected form raises (ValueError, TypeError,
-        LookupError ...) one with cause `type`."""
+        LookupError, ArithmeticError, AttributeError) one with cause `type`. Other errors are raised.
+
+        work: coroutine function of the request's Budget."""
         seconds = self.o["deadline_seconds"]
         budget = Budget(seconds)
         try:
@@ -93,8 +95,9 @@ class Service:
 
     async def ask(self, client, budget: Budget, urls: list[str], body, kind: str = "application/json", headers=None):
         """Returns the JSON reply to a POST, retrying the URLs in turn, `retries` times at most. All tries carry
-        one Idempotency-Key. Between tries it waits as the server's Retry-After says, else 0.5 s doubled at each try,
-        times a random factor in 0.5..1, 30 s at most.
+        one Idempotency-Key. Between tries it waits as long as the server's Retry-After says, else 0.5 s doubled at each
+        try, times a random factor in 0.5..1, at most 30 s. Retried are failed connections (not of TLS) and the statuses
+        of RETRY_STATUSES; other failures (another status, a reply that is too long or not JSON) are final.
 
         Args:
           client: of `client`. budget: time left of the work that the request is part of; its `last` becomes the failure
@@ -102,7 +105,8 @@ class Service:
           body: JSON-able, or bytes of content type `kind`.
 
         Raises:
-          ServiceError: no usable reply within the tries and the budget."""
+          ServiceError: no usable reply within the tries, or a wait for the next one would last longer than the budget.
+        """
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": kind, "Idempotency-Key": uuid.uuid4().hex} | (headers or {})
         for attempt in range(self.o["retries"] + 1):
@@ -149,7 +153,7 @@ class Service:
 def error_cause(error: BaseException) -> str:
     """Returns the cause of an httpx.HTTPError, for the metrics.
 
-    "tls", "host" (unknown name), "refused" (no connection) or "broken" (connection lost)."""
+    "tls", "host" (unknown name), "refused" (no connection) or "broken" (anything else, as a lost connection)."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)

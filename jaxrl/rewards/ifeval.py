@@ -51,13 +51,13 @@ def _compared(count: int, wanted: int, quantifier: str, around: int) -> bool:
 
 @check("verify_keywords")
 def keywords(text, keyword_list):
-    """Whether every keyword is in the text, case aside, also as part of another word."""
+    """Returns whether every keyword is in the text, case aside, also as part of another word."""
     return all(str(word).lower() in text.lower() for word in keyword_list)
 
 
 @check("verify_keyword_frequency")
 def keyword_frequency(text, word, N):
-    """Whether a word occurs exactly N times, as IFEval counts: whole words, case aside.
+    """Returns whether a word occurs exactly N times, as IFEval counts: whole words, case aside.
 
     (ROLL's counts all words of the text, whatever `word` is.)"""
     return len(re.findall(rf"\b{re.escape(str(word).lower())}\b", text.lower())) == N
@@ -65,19 +65,19 @@ def keyword_frequency(text, word, N):
 
 @check("validate_forbidden_words")
 def forbidden_words(text, forbidden_words):
-    """Whether none of the words is in the text, case aside, also as part of another word."""
+    """Returns whether none of the words is in the text, case aside, also as part of another word."""
     return not any(str(word).lower() in text.lower() for word in forbidden_words)
 
 
 @check("verify_letter_frequency")
 def letter_frequency(text, letter, N):
-    """Whether the one character `letter` occurs exactly N times; case counts."""
+    """Returns whether the one character `letter` occurs exactly N times; case counts."""
     return len(letter) == 1 and text.count(letter) == N
 
 
 @check("validate_response_language")
 def response_language(text, language):
-    """Whether langdetect takes the text for `language`, an ISO 639-1 code.
+    """Returns whether langdetect takes the text for `language`, an ISO 639-1 code.
 
     Its guess of a short text is random; here it is drawn with seed 0. Needs the package langdetect."""
     from langdetect import DetectorFactory, LangDetectException, detect  # pyright: ignore[reportMissingImports]
@@ -91,82 +91,84 @@ def response_language(text, language):
 
 @check("verify_paragraph_count")
 def paragraph_count(text, N):
-    """Whether the text has exactly N paragraphs, none empty, divided by "* * *"."""
+    """Returns whether the text has exactly N paragraphs, none empty, divided by "* * *"."""
     parts = "\n".join(line.strip() for line in text.splitlines()).strip().split("* * *")
     return len(parts) == N and all(part.strip() for part in parts)
 
 
 @check("validate_word_constraint")
 def word_count(text, N, quantifier):
-    """Whether the number of words compares to N as `quantifier` says ("at least", "at most"); "around" allows a tenth
-    of N, at least 1. Another quantifier is never obeyed."""
+    """Returns whether the number of words, divided by white space, compares to N as `quantifier` says ("at least", "at
+    most"); "around" allows a difference of a tenth of N, at least 1. Another quantifier is never obeyed."""
     return _compared(len(text.split()), N, quantifier, max(round(N * 0.1), 1))
 
 
 @check("verify_sentence_constraint")
 def sentence_count(text, N, quantifier):
-    """Whether the number of sentences compares to N as `quantifier` says ("at least", "at most"); "around" allows a
-    difference of 1. Another quantifier is never obeyed."""
+    """Returns whether the number of sentences compares to N as `quantifier` says ("at least", "at most"); "around"
+    allows a difference of 1. Another quantifier is never obeyed. A sentence ends with "." or "?" before white space,
+    not with "!"."""
     sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
     return _compared(len(sentences), N, quantifier, 1)
 
 
 @check("validate_paragraphs")
 def paragraphs(text, N, first_word, i):
-    """Whether the text has exactly N paragraphs, divided by empty lines, and the i-th (from 1) begins with
-    first_word."""
+    """Returns whether the text has exactly N paragraphs, divided by two line breaks, and the i-th (from 1) begins with
+    first_word, white space aside."""
     parts = text.split("\n\n")
     return len(parts) == N and 1 <= i <= N and parts[i - 1].strip().startswith(first_word)
 
 
 @check("verify_postscript")
 def postscript(text, postscript_marker):
-    """Whether something other than white space follows the first postscript_marker in the text."""
+    """Returns whether something other than white space follows the first postscript_marker in the text."""
     _, found, rest = text.partition(postscript_marker)
     return bool(found and rest.strip())
 
 
 @check("validate_placeholders")
 def placeholders(text, N):
-    """Whether the text has at least N placeholders in square brackets."""
+    """Returns whether the text has at least N placeholders in square brackets, on one line each, also empty ones."""
     return len(re.findall(r"\[[^\]\n]*\]", text)) >= N
 
 
 @check("verify_bullet_points")
 def bullet_points(text, N):
-    """Whether exactly N lines begin with * or -, white space before it aside."""
+    """Returns whether exactly N lines begin with * or -, white space before it aside."""
     return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
 
 
 @check("validate_title")
 def title(text):
-    """Whether a title stands between << and >> on one line."""
+    """Returns whether a title stands between << and >> on one line, also an empty one."""
     return re.search(r"<<[^\n]*?>>", text) is not None
 
 
 @check("validate_choice")
 def choice(text, options):
-    """Whether the text is in one of the options, as the rows' own check has it; an empty text, which is in all, is
-    not."""
+    """Returns whether the whole text occurs in one of the options, as the rows' own check has it; an empty text, which
+    occurs in all, does not count."""
     return bool(text.strip()) and any(text in str(option) for option in options)
 
 
 @check("validate_highlighted_sections")
 def highlighted_sections(text, N):
-    """Whether at least N parts of lines stand between asterisks."""
+    """Returns whether at least N parts of lines stand between asterisks, empty ones included: **this** counts twice."""
     return len(re.findall(r"\*[^*\n]*\*", text)) >= N
 
 
 @check("validate_sections")
 def sections(text, N, section_splitter):
-    """Whether section_splitter divides the text into exactly N sections, without what is empty before the first one."""
+    """Returns whether section_splitter divides the text into exactly N sections; what precedes the first one counts as
+    one, too, unless it is empty."""
     parts = text.split(section_splitter)
     return len(parts) - (parts[0] == "") == N
 
 
 @check("validate_json_format")
 def json_format(text):
-    """Whether the whole text is JSON."""
+    """Returns whether the whole text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -176,49 +178,49 @@ def json_format(text):
 
 @check("validate_repeat_prompt")
 def repeat_prompt(text, original_prompt):
-    """Whether the text begins with original_prompt."""
+    """Returns whether the text begins with original_prompt."""
     return text.startswith(original_prompt)
 
 
 @check("validate_two_responses")
 def two_responses(text):
-    """Whether "******" divides the text into exactly two different responses."""
+    """Returns whether "******" divides the text into exactly two different responses."""
     parts = [part.strip() for part in text.split("******")]
     return len(parts) == 2 and parts[0] != parts[1]
 
 
 @check("validate_uppercase")
 def uppercase(text):
-    """Whether the text has no small letters."""
+    """Returns whether the text has no small letters."""
     return text == text.upper()
 
 
 @check("validate_lowercase")
 def lowercase(text):
-    """Whether the text has no capital letters."""
+    """Returns whether the text has no capital letters."""
     return text == text.lower()
 
 
 @check("validate_frequency_capital_words")
 def capital_words(text, N, quantifier):
-    """Whether the number of words in capital letters compares to N as `quantifier` says ("at least", "at most",
-    "around", which allows no difference here)."""
+    """Returns whether the number of words in capital letters A to Z, also of one letter, compares to N as `quantifier`
+    says ("at least", "at most", "around", which allows no difference here). Another quantifier is never obeyed."""
     return _compared(len(re.findall(r"\b[A-Z]+\b", text)), N, quantifier, 0)
 
 
 @check("validate_end")
 def end(text, end_phrase):
-    """Whether the text ends with end_phrase."""
+    """Returns whether the text ends with end_phrase."""
     return text.endswith(end_phrase)
 
 
 @check("validate_quotation")
 def quotation(text):
-    """Whether the text begins and ends with a double quotation mark."""
+    """Returns whether the text begins and ends with a double quotation mark, which may be one and the same."""
     return text.startswith('"') and text.endswith('"')
 
 
 @check("validate_no_commas")
 def no_commas(text):
-    """Whether the text has no comma."""
+    """Returns whether the text has no comma."""
     return "," not in text

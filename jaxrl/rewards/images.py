@@ -20,7 +20,8 @@ Box = tuple[float, float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of an upright image, (height, width) in pixels: as it is stored, and as the model sees it."""
+    """The sizes of an upright image, (height, width) in pixels: `stored` as it is stored, `seen` as the model sees
+    it."""
 
     stored: tuple[int, int]
     seen: tuple[int, int]
@@ -36,13 +37,14 @@ class RowImage:
 
     @functools.cached_property
     def pillow(self) -> Any:
-        """The upright image in RGB, a PIL.Image.Image; decoded at the first access."""
+        """The upright image in RGB, a PIL.Image.Image; decoded at the first access. Raises ConfigError without
+        Pillow."""
         from jaxrl.data.images.decode import upright
         return upright(self.file)
 
     @functools.cached_property
     def pixels(self) -> Any:
-        """The upright image as a uint8 array [height, width, 3]."""
+        """The upright image in RGB as a uint8 array [height, width, 3]. Raises ConfigError without Pillow."""
         import numpy as np
         return np.asarray(self.pillow)
 
@@ -87,10 +89,10 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
 
 
 def reference_box(answer) -> Box:
-    """Returns the box (x1, y1, x2, y2) of an answer: four numbers in pixels of the stored image, or text that holds
-    them.
+    """Returns the box (x1, y1, x2, y2) of an answer, with x1 <= x2 and y1 <= y2: four numbers in pixels of the stored
+    image, or text, whose last four numbers that stand together are taken.
 
-    Raises ValueError if there are not four."""
+    Raises ValueError if there are not four, TypeError for an answer that is neither text nor a sequence of numbers."""
     found = last_numbers(answer, 4) if isinstance(answer, str) else tuple(map(float, answer))
     if found is None or len(found) != 4:
         raise ValueError(f"answer={answer!r}: expected a box, [x1, y1, x2, y2]")

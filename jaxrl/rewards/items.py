@@ -104,7 +104,7 @@ def item_json(item: RewardItem, i: int, without: tuple[str, ...] = ()) -> str:
       without: attributes that none of their functions needs.
 
     Raises:
-      ConfigError: a value has no JSON form.
+      ConfigError: a value has no JSON form, or an image cannot be used.
     """
     try:
         fields = {name: value for name, value in vars(item).items() if name not in ("functions", "images", *without)}
@@ -206,9 +206,9 @@ def overlong_penalty(lengths: np.ndarray, max_tokens: int, buffer: int, penalty:
 def shape(result, lengths, truncated, reward, max_new_tokens: int, buffer: int | None = None) -> np.ndarray:
     """Returns the shaped scores [N] float64 of a RewardResult. Absent scores (NaN) stay absent.
 
-    In this order: 1. the weighted sum, `result.total`; 2. zero_without_end: 0 where `truncated`; 3. times scale; 4.
-    plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty. reward.norm_mean and norm_std follow,
-    over the whole batch (rl/rollouts).
+    In this order, from 2 on each if its option is set: 1. the weighted sum, `result.total`; 2. zero_without_end: 0
+    where `truncated`; 3. times scale; 4. plus bias; 5. clipped to [-clip, clip]; 6. minus the DAPO overlong penalty.
+    reward.norm_mean and norm_std follow, over the whole batch (rl/rollouts).
 
     Args:
       result: RewardResult.

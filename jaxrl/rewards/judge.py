@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 
 from jaxrl.records import sealed
 from jaxrl.rewards.calling import ServiceError
@@ -57,7 +59,7 @@ class Judge(Service):
     def __init__(self, o: dict, place: dict):
         super().__init__(o, place)
         self.size, self._cache, self._pattern = o["concurrency"], place["cache"], re.compile(o["pattern"])
-        self._requests = 0
+        self._requests, self._refused = 0, False  # whether the cache's folder refused a reply
 
     async def __call__(self, prompts, completions, **columns):
         """Returns per completion (score in 0..1, {cached: 0 or 1}), or the ServiceError."""
@@ -72,11 +74,13 @@ class Judge(Service):
         return await self.run_until_deadline(lambda budget: self.score_messages(client, budget, messages))
 
     def messages(self, prompt, completion: str, rubric, answer, images=()) -> list[dict]:
-        """Returns the request messages for one completion.
+        """Returns the request messages for one completion: one user message, a text, or with images a list of parts.
 
         Args:
           prompt: text or chat messages. rubric: of the row; None = the option's. answer: reference answer or None.
-          images: rewards.images.RowImage, shown before the text."""
+          images: rewards.images.RowImage, shown before the text.
+
+        Raises KeyError for a placeholder in the judge's prompt that is none of NAMES."""
         o, text = self.o, CONTROL.sub(lambda m: m[0] + " ", printable(completion))
         values = {"prompt": prompt_text(prompt), "rubric": o["rubric"] if rubric is None else str(rubric),
                   "answer": "" if answer is None else str(answer), "lowest": f"{o['lowest']:g}",
@@ -92,7 +96,8 @@ class Judge(Service):
 
     async def score_messages(self, client, budget: Budget, messages: list[dict]):
         """Returns (score in 0..1, {cached: 1.0 if the reply was on disk, else 0.0}). A reply without a score is asked
-        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one.
+        for once more in the same conversation. Raises ServiceError, with cause `unparsable` after the second one. A
+        reply that the cache's folder does not take is a printed line, once, and costs no score.
 
         client: of Service.client. budget: time left. messages: of `messages`."""
         o = self.o
@@ -142,17 +147,23 @@ class Judge(Service):
         return text if isinstance(text, str) and name == os.path.basename(path) else None
 
     def _write_cache(self, path: str, answer: str) -> None:
-        if not path:
+        if not path or self._refused:
             return
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         part = f"{path}.{os.getpid()}.{id(answer)}.part"
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(sealed.sealed([os.path.basename(path), printable(answer)]))
-        os.replace(part, path)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(part, "w", encoding="utf-8") as file:
+                file.write(sealed.sealed([os.path.basename(path), printable(answer)]))
+            os.replace(part, path)
+        except OSError as e:  # the disk is full, or the folder cannot be written: the score is there
+            self._refused = True
+            print(f"reward.judge: replies are no longer kept in {self._cache}: {e.strerror}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.unlink(part)
 
 
 class SeeingJudge(Judge):
-    """A Judge that is shown the images of the row (reward.judge.show_images)."""
+    """A Judge whose requests hold the images of the row before the text (reward.judge.show_images)."""
 
     async def __call__(self, prompts, completions, images=None, **columns):
         return await super().__call__(prompts, completions, images=images, **columns)
@@ -193,9 +204,10 @@ def prompt_text(prompt) -> str:
 
 
 def fill_placeholders(prompt: str, values: dict[str, str]) -> str:
-    """Replaces the placeholders {name} of a prompt in one pass; inserted values are not scanned again.
+    """Returns a prompt with its placeholders {name} replaced, in one pass, so that inserted values are not scanned
+    again; {{ and }} become { and }.
 
-    values: text of every placeholder."""
+    values: text of every placeholder. Raises KeyError for a name that is not among them."""
     return PLACEHOLDER.sub(lambda m: m[0][0] if m[1] is None else values[m[1]], prompt)
 
 
@@ -205,5 +217,5 @@ def unknown_names(prompt: str) -> list[str]:
 
 
 def make(o: dict, place: dict) -> Judge:
-    """Returns the reward of a judge's options and its service's place."""
+    """Returns the Judge of a reward.judge's options and its place, with show_images the SeeingJudge."""
     return (SeeingJudge if o.get("show_images") else Judge)(o, place)

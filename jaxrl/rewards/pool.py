@@ -96,24 +96,25 @@ class RewardPool:
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Waits until every worker is ready. Raises ConfigError if one cannot start, RuntimeError if the pool is
-        closed."""
+        """Waits until every worker is ready. Raises ConfigError if one cannot start, RunStopped if its process cannot
+        be created or workers could start earlier in the run, RuntimeError if the pool is closed."""
         self._workers.ready()
 
     def key(self) -> str:
-        """Returns a digest of everything except the completions that decides scores: the functions' code and the
-        options that reach them. Equal on all hosts where these are equal.
+        """Returns a digest (16 hex digits) of everything except the completions that decides scores: the functions'
+        code and the options that reach them. Equal on all hosts where these are equal; "" without functions.
 
-        Waits for the first worker, which computes the code digest. Raises ConfigError if it cannot start.
+        Waits for the first worker, which computes the code digest. Raises as `wait` if it cannot start.
         """
         if self.specs:
             self._workers.ready(1)
         return self._workers.key
 
     def keys(self) -> dict[str, str]:
-        """Returns function name -> digest of what decides its scores apart from the item: its code (workers.reached)
-        and the options that reach it, not other functions. Waits for the first worker; raises ConfigError if it cannot
-        start.
+        """Returns function name -> digest (16 hex digits) of what decides its scores apart from the item: its code
+        (workers.reached), its service's options, and the options that all functions share, of which reward.arguments
+        are those of every function. The code of other functions has no part in it. Waits for the first worker; raises
+        as `wait` if it cannot start.
         """
         if self.specs:
             self._workers.ready(1)
@@ -126,7 +127,7 @@ class RewardPool:
 
     def batched(self) -> set[str]:
         """Returns the names of the functions that score several completions in one call. Waits for the first worker,
-        which loads them; raises ConfigError if it cannot start."""
+        which loads them; raises as `wait` if it cannot start."""
         if self.specs:
             self._workers.ready(1)
         return {name for name, kind in zip(self.names, self._workers.kinds, strict=True) if kind["batched"]}
@@ -141,7 +142,7 @@ class RewardPool:
           items: completions.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not
             called again and their outcome is reused, including a timeout. A record whose `by` is another key
-            comes from other code.
+            comes from other code, which is not checked here.
           part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
           stop: checked about twice a second.
 
@@ -151,7 +152,9 @@ class RewardPool:
         Raises:
           RewardFailure: more than reward.max_failed_fraction of the items have a failed part, or a batched function
             did not return one score per item.
-          ConfigError: no worker can be started, a value has no JSON form, reward.column names an unknown function.
+          ConfigError: no worker can be started, a value has no JSON form, reward.column or a source's rewards name an
+            unknown function.
+          RunStopped, RuntimeError: as `wait`.
         """
         applied = self._functions_of_items(items)
         known = {}
@@ -175,11 +178,13 @@ class RewardPool:
         return self._result(applied, known) if done else None
 
     def trial(self, items: list[RewardItem]) -> None:
-        """Calls every function on a few items before a run depends on them. Keeps no scores.
+        """Calls every function on a few items before a run depends on them. Keeps no scores. Logs a warning about a
+        function that gives 0 or no score to all of them if the first reference answer is no text.
 
         Raises:
           ConfigError: names each function that fails on all items it applies to. Also if no worker can be started, a
             value has no JSON form, or a batched function does not return one score per item.
+          RunStopped, RuntimeError: as `wait`.
         """
         results: dict[tuple[int, int], dict] = {}
         jobs = [(i, f) for i, functions in enumerate(self._functions_of_items(items)) for f in functions]
@@ -207,6 +212,7 @@ class RewardPool:
 
         Raises:
           ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.
+          ConfigError, RunStopped, RuntimeError: as `wait`.
         """
         out = []
         for name, (_, o) in services.service_options(self._reward).items():

@@ -35,7 +35,7 @@ def think_format_reward(prompt, completion):
 @register_reward("answer_format")
 def answer_format_reward(prompt, completion):
     """Scores 1.0 if a completion is <think>, lines, </think>, <answer>, lines, </answer>, each tag on a line of its
-    own, else 0.0 (open-r1's reward `format`)."""
+    own, else 0.0 (open-r1's reward `format`). What follows the line of </answer> is not read."""
     head, found, rest = completion.partition("<think>\n")
     _, closed, tail = rest.partition("\n</think>\n<answer>\n")
     ends = re.search(r"\n</answer>(?:\n|\Z)", tail)
@@ -44,8 +44,9 @@ def answer_format_reward(prompt, completion):
 
 @register_reward("tag_count")
 def tag_count_reward(prompt, completion):
-    """Scores a quarter for each of the four tags of `answer_format` that is there exactly once (open-r1's
-    `tag_count`)."""
+    """Scores a quarter for each of <think>, </think>, <answer> and </answer> that is there exactly once, in 0..1
+    (open-r1's `tag_count`). A tag counts only with its line breaks: one after <think>, one before and after </think>
+    and <answer>, one before </answer>."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(completion.count(tag) == 1 for tag in tags) / 4
 
@@ -54,7 +55,8 @@ def tag_count_reward(prompt, completion):
 def reasoning_steps_reward(prompt, completion):
     """Scores a third for each mark of a step, at most 1 in all (open-r1's `reasoning_steps`).
 
-    Marks: `Step 1:`, a number at the very start, bullets, First, Second, Next, Finally."""
+    Marks: `Step 1:`, a number and a point at the very start, a further line that begins with - or *, and `First,`,
+    `Second,`, `Next,`, `Finally,` with their commas."""
     marks = re.findall(r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", completion)
     return min(1.0, len(marks) / 3)
 
@@ -64,8 +66,8 @@ def length_ranked_reward(prompts, completions, answer, group, token_ids, unit="t
     """Scores each completion by its length among the completions of its prompt, in -0.5..0.5 (Kimi k1.5, arXiv
     2501.12599, section 2.3.3).
 
-    lambda = 0.5 - (length - shortest) / (longest - shortest). Right completions, and those of rows without a reference
-    answer, score lambda; others min(0, lambda). If all are equally long, lambda is 0.
+    Returns a list of floats. lambda = 0.5 - (length - shortest) / (longest - shortest). Right completions, and those of
+    rows without a reference answer, score lambda; others min(0, lambda). If all are equally long, lambda is 0.
 
     Args:
       answer: reference answer of each completion, None without one; math_reward decides what is right.
@@ -194,8 +196,9 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
       image: number of the row's image, from 0. threshold: from which the score is 1, and 0 below; 0 = the score is the
         IoU.
 
-    None without an answer, 0 without four numbers. Raises ValueError for another frame, an answer that is no box, and
-    a frame that needs the size of an image that the row does not have."""
+    None without an answer, 0 without four numbers. Raises ValueError for another frame, an answer that is no box
+    (TypeError if it is neither text nor a sequence), and a frame that needs the size of an image that the row does not
+    have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 4)
@@ -221,8 +224,8 @@ def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thous
         (`seen`), or of the stored one (`stored`).
       image: number of the row's image, from 0.
 
-    0.0 without two numbers. Raises ValueError for another frame, an answer that is no box, and a frame that needs the
-    size of an image that the row does not have."""
+    0.0 without two numbers. Raises ValueError for another frame, an answer that is no box (TypeError if it is neither
+    text nor a sequence), and a frame that needs the size of an image that the row does not have."""
     if answer is None:
         return None
     found = row_images.last_numbers(completion, 2)

@@ -69,7 +69,7 @@ class Remote(Service):
 
         The sum of weight times the part clipped to [part_min, part_max], clipped to [clip_min, clip_max], times
         scale; weights are 1 without the option. Returns a ServiceError if a value is not a finite number. where: the
-        server, for its text."""
+        server, for its text. Raises ValueError for another number of weights than of parts."""
         weights, total = self.o["weights"] or [1.0] * len(parts), 0.0
         for value, weight in zip(parts, weights, strict=True):
             found = number(value)
@@ -117,7 +117,8 @@ async def cosmos(self: Remote, client, budget: Budget, items, turn):
     """Scores items in Cosmos-RL's format.
 
     Sends a line of JSON with the texts, followed by the tensor that other clients send, empty here -> {"uuid"}; then
-    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available.
+    for each function {uuid, type} as a form -> {"scores": {key: [number, ...]}}, polled until available. A function's
+    keys (score_key, else overall_reward) are added up to one part.
 
     client: of Service.client. budget: time left. items: as JSON. turn: number of the request, from which URLs are
     rotated. Returns per item a score or a ServiceError. Raises ServiceError without a usable reply in time."""
@@ -226,11 +227,13 @@ class Classifier(Remote):
             for text, own, before in zip(completions, token_ids, context_ids, strict=True)])
 
     async def check_tokens(self, client, budget: Budget, url: str, items) -> None:
-        """Checks once that the server decodes the ids to the completions' text. Raises ServiceError otherwise, with
-        cause `tokenizer`, since scores of other words would look valid. A server that cannot decode passes.
+        """Checks, until it has passed once, that the server decodes the ids of one completion to a text that holds it.
+        Raises ServiceError otherwise, with cause `tokenizer`, since scores of other words would look valid, and the
+        ServiceError of a request that a retry might mend. A server that cannot decode passes.
 
         client: of Service.client. budget: time left. url: of the scoring request; /detokenize beside it is asked.
-        items: dicts with `completion` and `ids`, of which four at most are tried."""
+        items: dicts with `completion` and `ids`, of which four readable ones at most are tried; one that fits is
+        enough."""
         if self._known:
             return
         read = []

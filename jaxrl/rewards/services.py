@@ -60,7 +60,7 @@ def service_options(reward) -> dict[str, tuple[str, dict]]:
 
 def judges_to_serve(config, functions) -> dict[str, dict]:
     """Returns name -> options of the judges among these functions for which the run starts a server: those with a
-    model and without servers."""
+    model and without servers. config: of the job. functions: names or specs."""
     return {name: o for name, (kind, o) in service_options(config.reward).items()
             if name in functions and kind == "judge" and o["model"] and not o["servers"]}
 

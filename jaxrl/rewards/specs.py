@@ -18,7 +18,9 @@ BUILTIN = ("jaxrl.rewards.builtin", "jaxrl.rewards.published")
 
 
 def to_spec(function, folder: FunctionFolder, services=()) -> str:
-    """Returns a spec: a registered name, a service's name, 'package.module:function' or '/absolute/file.py:function'.
+    """Returns a spec: a built-in reward's or a service's name, 'package.module:function' or
+    '/absolute/file.py:function'. A name registered elsewhere becomes its function's spec; an unknown name stays as it
+    is, for check_specs.
 
     Args:
       function: such a text, or a plain function, which is passed by reference if workers can import it.
@@ -51,7 +53,9 @@ def short_names(functions, specs: list[str]) -> list[str]:
 
 def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, float]:
     """Checks everything that needs no import and returns name -> weight, 1 without reward.weights. Raises ConfigError
-    naming the option and the remedy.
+    naming the option and the remedy: for numbers out of range, functions that are unknown or listed twice, a missing or
+    invalid reward.format_pattern, and reward.arguments, eval.accuracy_from or reward.weights that do not fit the
+    functions.
 
     Args:
       config: options `reward.*`, eval.accuracy_from, eval.rewards and env.

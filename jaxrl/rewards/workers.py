@@ -138,7 +138,8 @@ class Workers:
           False if `stop()` became true before the end.
 
         Raises:
-          ConfigError, RunStopped: workers cannot work. RuntimeError: they are closed.
+          ConfigError, RunStopped: workers cannot work. RewardFailure: a batched function did not return one score per
+            item. RuntimeError: the workers are closed.
         """
         if jobs and not self.kinds:
             self.ready(1)

@@ -32,7 +32,8 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
-    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes."""
+    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes; `returns` is None but
+    for gae."""
 
     tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
@@ -104,8 +105,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
       scores: [N] float64, NaN = absent. inputs: the keyword arguments of `advantages`.
 
     Returns:
-      Advantages; an estimator's metrics are those of the last source, by name, that has any.
-    """
+      Advantages; an estimator's metrics are those of the last source, by name, that has any. If a source has a table,
+      `returns` is None, whatever the estimator."""
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
     table_of_N = np.where(np.isin(names, list(tables)), names, "")
@@ -126,8 +127,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
 class EstimatorInputs(NamedTuple):
     """The inputs of an advantage estimator: the arguments of `advantages`, described there.
 
-    scores and baseline are [N] float64, NaN = absent; kl (nats) and values are [T]; N trajectories, T tokens of traj.
-    """
+    scores and baseline are [N] float64, NaN = absent; kl (nats) and values are [T] float; N trajectories, T tokens of
+    `traj`."""
 
     options: Any
     traj: Any
@@ -153,15 +154,15 @@ class EstimatorInputs(NamedTuple):
         return self.scores - self.options.kl.coef * self.traj.total(self.kl)
 
     def relative_to_group(self, scores):
-        """Computes `group_advantages` of scores [N] with the job's advantage_mean and advantage_std.
+        """Computes `group_advantages` of scores [N] float64 with the job's advantage_mean and advantage_std.
 
         Returns ([N] float64, scores minus baseline over scale; [N] bool, sequences of groups without signal)."""
         return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
                                 std=self.options.advantage_std, baseline_N=self.baseline)
 
     def token_rewards(self, values):
-        """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N], minus kl.coef times the KL
-        per token.
+        """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N] float64, minus kl.coef times
+        the KL per token.
 
         See algorithms.token_rewards; sequences without a score get 0."""
         traj, of_turns = self.traj, self.traj.columns.get("reward")
@@ -201,7 +202,7 @@ def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
     """Computes generalized advantage estimation (arXiv 1506.02438) with the critic's values (algorithms.gae).
 
     lam, or lam_alpha's length-adaptive lambda, is the advantages'; the critic's targets use critic_lam if it is set,
-    else lam. The targets of sequences without a score are the critic's own values."""
+    else lam. Outside the loss tokens and in sequences without a score the targets are the critic's own values."""
     options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
@@ -282,7 +283,7 @@ ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": gae_with_critic, "t
 
 
 def without_signal(traj, tokens) -> np.ndarray:
-    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] advantages."""
+    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] float advantages."""
     _, group = np.unique(traj.group, return_inverse=True)
     return np.bincount(group, traj.total(tokens != 0))[group] == 0
 

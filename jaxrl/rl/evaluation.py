@@ -84,7 +84,7 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 
     Raises:
       RunStopped: too many episodes failed because of their environment, or too many rewards failed.
-    """
+      TimeoutError: the completions of a set are missing after rollout.timeout_seconds."""
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
     sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids,
@@ -160,7 +160,7 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
     Raises:
       RunStopped: more than env.max_failed_fraction of the episodes failed because of their environment, or too many
         rewards failed.
-    """
+      TimeoutError: completions are missing after rollout.timeout_seconds (RunStopped on the other processes)."""
     c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
     adapter, name = adapter_table.number_of(c, "eval", name), "/".join(filter(None, (name, control)))

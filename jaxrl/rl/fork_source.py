@@ -107,11 +107,11 @@ class ForkSource:
         self.reuses_completions = not spec.episodes and ":" not in spec.rollout.engine
 
     def on_publish(self, version: int) -> None:
-        """Loads the records that apply to completions sampled from these weights of the policy.
+        """Loads the records that apply to completions sampled from these weights of the policy, and compares the
+        weights with the recorded ones until they differ once.
 
         Args:
-          version: completed steps of the weights that the engine has from now on.
-        """
+          version: completed steps of the weights that the engine has from now on."""
         ahead = (self.spec.rollout.max_staleness + 1) * self.spec.rollout.sync_every
         wanted = [n for n in range(version + 1, version + 1 + ahead) if n in self.paths]
         steps = {n: self.steps.get(n) or RecordedStep(files.read(self.paths[n]), self.sampling) for n in wanted}
@@ -150,7 +150,9 @@ class ForkSource:
         return all(name in then and np.array_equal(x, then[name]) for name, x in now.items())
 
     def find_result(self, request) -> Result | None:
-        """Returns the recorded result of a request; None if there is none under these weights and options."""
+        """Returns the recorded result of a request; None if there is none under these weights and options, and for
+        greedy completions, which are always sampled. Counts which it was; other requests (evaluation) have none and do
+        not count."""
         key, found = request.key, None
         if key is None or key.stream not in (SAMPLES, GREEDY):
             return None

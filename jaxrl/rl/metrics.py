@@ -30,7 +30,8 @@ BUCKETS = {"gap/stale_": "staleness/", "gap/images": "rollout/image_fraction", "
 def mean_metrics(steps: list[dict]) -> dict[str, float]:
     """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max.
 
-    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out."""
+    Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out, and so
+    is rollout/text_fraction. {} without steps."""
     if not steps:
         return {}
     names = dict.fromkeys(k for s in steps for k in s)  # an adapter without rows in a minibatch has no metrics of it
@@ -48,17 +49,19 @@ def check_logprob_gap(limits, step: int, metrics: dict[str, float]) -> None:
 
     Args:
       limits: algorithm.mismatch, whose `warn` and `stop` are in nats per token; 0 = no limit.
-      metrics: of the step; the gap is `gap/mean`, or that of completions of staleness 0 where those exist.
+      metrics: of the step; the gap is that of completions of staleness 0, or where there are none `gap/mean`, which
+        includes what the policy has learnt since. A gap that is not finite exceeds every limit; without a gap (a step
+        that trains no policy) nothing is checked.
     """
-    of = "gap/stale_0" if "staleness/0" in metrics else "gap/mean"  # older completions also differ by the updates since
-    gap = metrics.get(of, 0.0)
-    if limits.stop and gap > limits.stop:
-        raise RunStopped(f"step {step}: the engine's log-probs are {gap:.3g} nats per token away from the trainer's, "
-                         f"more than algorithm.mismatch.stop={limits.stop:g}; find the cause with "
+    gap = metrics.get("gap/stale_0", metrics.get("gap/mean", 0.0))
+    since = " (all of earlier weights: this includes what the policy has learnt since)"
+    found = (f"step {step}: the engine's log-probs are {gap:.3g} nats per token away from the trainer's"
+             + since * ("staleness/0" in metrics and "gap/stale_0" not in metrics))
+    if limits.stop and not gap <= limits.stop:
+        raise RunStopped(f"{found}, more than algorithm.mismatch.stop={limits.stop:g}; find the cause with "
                          "--config.run.mode=parity")
-    if limits.warn and gap > limits.warn:
-        log.warning("step %d: the engine's log-probs are %.3g nats per token away from the trainer's "
-                    "(algorithm.mismatch.warn=%g); find the cause with --config.run.mode=parity", step, gap,
+    if limits.warn and not gap <= limits.warn:
+        log.warning("%s, more than algorithm.mismatch.warn=%g; find the cause with --config.run.mode=parity", found,
                     limits.warn)
 
 
@@ -70,7 +73,7 @@ def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, flo
 
     Args:
       batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without any advantage.
-      per_completion: [N] mean advantages. layout: training.Layout of the update.
+      per_completion: [N] float64, mean advantages. layout: training.Layout of the update.
     """
     traj, scores = batch.traj, batch.shaped
     lengths = traj.total()
@@ -123,8 +126,8 @@ def histograms(batch, columns, per_completion) -> dict[str, np.ndarray]:
     Current-policy log-probs have no histogram: they stay on the device.
 
     Args:
-      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them. per_completion: [N] mean advantages.
-    """
+      batch: rl.rollouts.Batch. columns: [T] by name, as `prepare` makes them.
+      per_completion: [N] float64, mean advantages."""
     traj, scores = batch.traj, batch.shaped
     out = {"length": traj.total(), "reward": scores[np.isfinite(scores)], "advantage": per_completion}
     if "old" in columns:

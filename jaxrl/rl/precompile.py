@@ -158,9 +158,11 @@ def lowered(update, state, carry, microbatch=None):
 class UpdatePrecompiler:
     """Compiles the programs of a policy's update before they are called.
 
-    Disabled (`enabled` is False) if several processes share GPUs' programs (`may_precompile`), and if some of the state
-    is in host memory.
-    """
+    Disabled (`enabled` is False, and the methods do nothing) if several processes share GPUs' programs
+    (`may_precompile`), if some of the state is in host memory, and for an optimizer that updates all at once: one of an
+    import path, or those of an adapter set.
+
+    policy: roles.role.Policy, started. objective: its training.Objective."""
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective

@@ -31,13 +31,13 @@ COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a 
 
 
 class Recording:
-    """Records the steps of a run that record.* selects.
+    """Records the steps of a run that record.* selects. Deletes, when it is made, the records of later steps than the
+    run's.
 
     Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
 
     Args:
-      s, job: session and job. roles: rl.roles.Roles, whose states are hashed.
-    """
+      s, job: session and job. roles: rl.roles.Roles, whose states are hashed."""
 
     def __init__(self, s, job, roles):
         self.s, self.options, self.folder = s, job.config.record, s.run_dir / files.FOLDER

@@ -64,7 +64,7 @@ class Roles:
         tokens, compiled for a role's devices.
 
         The policy has its adapters, any other role none. With algorithm.routes=scored the policy's returns a dict,
-        "logprob" [T] and "routes" [T, n * K] int16, instead (training.score.make_score).
+        "logprob" [T] float32 and "routes" [T, n * K] int16, instead (training.score.make_score).
 
         role: "policy", "reference", or another name of a role.
         """
@@ -89,10 +89,10 @@ class Roles:
         return [part for part in (self.critic, self.reference) if part is not None]
 
     def report_corrections(self, s, engine) -> None:
-        """Prints which mismatch correction is on, and warns if none corrects for completions of older weights.
+        """Prints which mismatch correction is on, and whether recomputed proximal log-probs are superfluous; warns if
+        none corrects for completions of older weights.
 
-        Raises ConfigError for a quantised engine without a correction.
-        """
+        Raises ConfigError for a quantised engine without a correction."""
         mismatch = self.config.algorithm.mismatch
         if mismatch.correction == "none" and engine.info.quantized:
             raise ConfigError("algorithm.mismatch.correction=none with a quantised engine: it samples from another "
@@ -115,11 +115,10 @@ class Roles:
           traj: Trajectories of the batch. layout: training.Layout to score it in.
 
         Returns:
-          name -> [T] log-probs in nats (behaviour, old, ref), `support` [T, K] int32, `behind_image` (1 or 0) where
-          rows may have images, and `routes` [T, n * K] where the update replays routes: sampled routes, which proximal
-          log-probs replay too, or the routes of the pass for proximal log-probs. With `support` all log-probs are of
-          the distribution cut to it.
-        """
+          name -> [T] float32 log-probs in nats (behaviour, old, ref), `support` [T, K] int32, `behind_image` [T]
+          float32 (1 or 0) where rows may have images, and `routes` [T, n * K] int16 where the update replays routes:
+          sampled routes, which proximal log-probs replay too, or the routes of the pass for proximal log-probs. With
+          `support` all log-probs are of the distribution cut to it."""
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}

@@ -50,8 +50,8 @@ class Batch(NamedTuple):
 
     Shaped scores are the weighted sums of rewards with the length penalties of reward.* and algorithm.overlong_*.
 
-    traj: Trajectories. texts: of the completions. metrics: of sampling and rewards.
-    """
+    traj: Trajectories. baseline: NaN = absent; None unless advantage_mean is greedy. texts: of the completions.
+    metrics: of sampling and rewards."""
 
     traj: Any
     groups: list  # PromptGroup of each
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The scored completions of some prompt groups."""
+    """The scored completions of some prompt groups; `asked` counts the completions requested."""
 
     rows: list  # (request, result, group, text, record of RewardResult.records()) of every completion
     greedy: dict[int, float]  # group -> score of its greedy completion
@@ -156,8 +156,9 @@ class Rollouts:
           progress: run.session.Progress of the run, which this does not change.
 
         Raises:
-          RunStopped: no request was completed, or too many rewards or episodes failed.
-        """
+          RunStopped: no request was completed, too many rewards or episodes failed, or another process raised
+            TimeoutError.
+          TimeoutError: completions are missing after rollout.timeout_seconds."""
         mode, limit = self.spec.algorithm.dynamic_sampling, self.spec.algorithm.dynamic_sampling_rounds
         rounds, cursor, wanted, lack = [], progress.cursor, 0, 0
         while not rounds or (mode == "refill" and len(rounds) < limit and lack > 0):
@@ -346,7 +347,10 @@ class Rollouts:
         return {str(i): np.zeros(n, np.uint8) for i, n in enumerate(sizes)}
 
     def start(self, arrays, host: dict | None) -> None:
-        """Restores unused completions and their rewards from a checkpoint; starts empty for host=None."""
+        """Restores unused completions and their rewards from a checkpoint; starts empty for host=None. Rewards that
+        other code or options computed are computed again.
+
+        arrays, host: as `arrays` and `host` return them."""
         if host:
             parts = [results_from_bytes(arrays[str(i)].tobytes()) for i in range(len(host["sizes"]))]
             by = self.rewards.key()  # rewards computed by other code or options are computed again
@@ -402,11 +406,10 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 
     Args:
       criterion: a function of a dict (scores, rewards, completions, lengths, truncated of the group) that returns a
-        bool; or the name of a reward; or None. Without a function, a group has signal if at least two of the raw scores
-        (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
+        bool; or the name of a reward; or "" or None. Without a function, a group has signal if at least two of the raw
+        scores (of that reward, else the total) are present and the largest exceeds the smallest by 1e-8 or more.
       traj, texts, result: Trajectories, completion texts and RewardResult of N completions.
-      members: [N] bool, the group's completions among them.
-    """
+      members: [N] bool, the group's completions among them."""
     where = np.flatnonzero(members)
     if callable(criterion):
         return bool(criterion({
@@ -421,12 +424,12 @@ def has_signal(criterion, traj, texts, result, members) -> bool:
 def normalize_scores(scores, groups, mean: str, std: str) -> np.ndarray:
     """Returns scores [N] normalised over their groups or the batch, float64; NaN (absent) stays NaN.
 
-    (score - mean) / (standard deviation + 1e-6) with ddof 1; scores that are all equal are not divided.
+    (score - mean) / (standard deviation + 1e-6), as algorithms.group_advantages computes it; "none" leaves a part out,
+    and scores that are all equal are not divided.
 
     Args:
-      scores: [N], NaN = absent: left out of both statistics. groups: [N] group ids.
-      mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages.
-    """
+      scores: [N] float64, NaN = absent: left out of both statistics. groups: [N] int group ids.
+      mean, std: reward.norm_mean and norm_std, names of algorithms.group_advantages."""
     out, _ = group_advantages(scores, groups, mean=mean, std=std)
     return np.where(np.isfinite(scores), out, np.nan)
 

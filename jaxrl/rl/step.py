@@ -42,8 +42,8 @@ class StepLayout(NamedTuple):
 class Prepared(NamedTuple):
     """The token columns that an update reads of a batch of T tokens, with the numbers that are logged.
 
-    Values are in units of the score; the KL is in nats, before kl.coef.
-    """
+    Values are float64 in units of the score; the KL is float64 in nats, before kl.coef. None: there is no critic, or
+    the KL is not subtracted from the reward."""
 
     layout: StepLayout
     columns: dict[str, np.ndarray]  # [T] by name
@@ -85,9 +85,10 @@ def one_step(loop: Loop) -> StepResult | None:
       StepResult, or None if a stop was requested before the update.
 
     Raises:
-      RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large.
-      ConfigError: a user's advantage or policy loss failed.
-    """
+      RunStopped: rewards, episodes or updates failed beyond their limits, or the log-prob gap is too large. The gap is
+        checked after the update, when the session has advanced.
+      TimeoutError: completions are missing after rollout.timeout_seconds.
+      ConfigError: a user's advantage or policy loss failed."""
     s, job, roles, rollouts, speed, *_ = loop
     c, batch = s.spec, loop.next_batch(s.progress)
     if batch is None or s.stopping():
@@ -255,7 +256,7 @@ def make_loss_weigher(spec, batch, columns):
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch.
-      columns: [T] by name: advantage, behaviour, and old where it is scored.
+      columns: [T] float32 by name: advantage, behaviour, and old where it is scored.
     """
     c, traj, a = spec, batch.traj, spec.algorithm
     dropped = batch.dropped | (a.mask_truncated & (traj.finish == 1))
@@ -282,7 +283,7 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch. prepared: of `prepare`.
-      per_completion: [N] mean advantage over the loss tokens of each completion.
+      per_completion: [N] float64, mean advantage over the loss tokens of each completion.
     """
     found, mask = prepared.advantages, batch.traj.loss_mask
     out = rollout_metrics(batch, found.zero_signal, per_completion, prepared.layout.update) | found.metrics

@@ -26,7 +26,7 @@ def k3(before, after, mask) -> float:
     bounded to +-50 in r alone.
 
     Args:
-      before, after: [T] log-probs in nats, not read outside mask. mask: [T] bool.
+      before, after: [T] float, log-probs in nats, not read outside mask. mask: [T] bool.
 
     Returns:
       The estimate; inf if a log-prob is not finite, 0 for an empty mask.
@@ -75,8 +75,8 @@ class StepLimit:
     def enforce(self, limit: float) -> dict[str, float]:
         """Scales the step back until its KL is at most `limit` nats per token, or undoes it after TRIES attempts.
 
-        Returns the metrics policy/step_kl (KL of the step that was kept), policy/step_kl_unscaled (of the whole step)
-        and policy/step_scale (share that was kept; 0 = undone)."""
+        Returns the metrics policy/step_kl (KL of the step that was kept), policy/step_kl_unscaled (of the whole step,
+        at most 1e30) and policy/step_scale (share that was kept; 0 = undone)."""
         before, scale = self._kl(), 1.0
         made, after, where = before, self.policy.state.trainable, None
         for _ in range(TRIES):

@@ -197,12 +197,16 @@ def records(traj: Trajectories, examples, texts, result, advantages=None, episod
     """Returns one JSON-able record per trajectory: prompt, completion, reference answer, rewards, sampled tokens.
 
     `prompt` is the text that the model saw, `asked` the row's prompt where it differs; `tokens` are all sampled tokens,
-    `version` and `last_version` the weights of the first and the last, `images` the files of its images, "" for
-    those without one.
+    `logprobs` their log-probs by the engine (nats, 6 digits), `version` and `last_version` the weights of the first and
+    the last (-1 without tokens), `score` the raw total and `advantage` (None where they are not finite), `reward` a
+    record of RewardResult.records, `finish` stop, length or abort, `images` the files of its images, "" for those
+    without one; `group`, `sample`, `seed` and `source` say whose it is.
 
     Args:
-      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] or None.
+      examples, texts: Example and completion text of each. result: RewardResult. advantages: [N] float or None.
       episodes: of `episodes.conversations`, or None. kept: of data.images.thumbnails.save.
+
+    Raises ValueError for lists of other lengths.
     """
     out, rows = [], zip(examples, texts, result.records(), traj.sampled(), _finite(result.total), strict=True)
     for i, (example, text, scored, at, score) in enumerate(rows):
@@ -264,7 +268,9 @@ def results_to_bytes(results: list[Result], meta) -> bytes:
 
 
 def results_from_bytes(data: bytes) -> tuple[list[Result], Any]:
-    """Decodes the bytes of `results_to_bytes`. Returns (list of Result, meta), equal to what was encoded."""
+    """Decodes the bytes of `results_to_bytes`. Returns (list of Result, meta), equal to what was encoded, except that
+    images have their encoded files alone, and that an aborted result without a support gets an empty one where others
+    have one."""
     (meta, rows), flat = decode(data)
     out, at, added, routed, held, begin = [], 0, 0, 0, {}, 0
     for number, size in zip(flat.get("shown_of", ()), flat.get("shown_sizes", ()), strict=True):

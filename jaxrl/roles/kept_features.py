@@ -27,8 +27,8 @@ log = logging.getLogger("jaxrl")
 
 
 def keeps_features(config, model) -> bool:
-    """Whether a job keeps features: its model has a tower of which nothing trains, and train.image_features is not
-    "fresh"."""
+    """Returns whether a job keeps features: its model has a tower of which nothing trains, and train.image_features is
+    not "fresh"."""
     if model.config.vision is None or config.train.image_features == "fresh":
         return False
     names = ["/".join(entry.path) for entry in model.entries if entry.path[0] == "vision"]
@@ -67,8 +67,8 @@ class KeptFeatures:
     def shown(self, traj):
         """Returns the Trajectories with features in the place of their pictures' patches. Collective.
 
-        Features of a picture are [F, (1 + taps) * E]: F image tokens, the tower's output and its taps side by side.
-        Missing ones are computed. Without pictures the batch is returned as it is."""
+        Features of a picture are [F, (1 + taps) * E] in the compute dtype: F image tokens, the tower's output and its
+        taps side by side. Missing ones are computed. Without pictures the batch is returned as it is."""
         if traj.pictures is None:
             return traj
         found = self._of(traj.pictures)

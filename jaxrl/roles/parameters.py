@@ -454,7 +454,8 @@ def _part_of(param, shape) -> bool:
 def new_state(job, optimizer, abstract: TrainState, params, everything=False) -> TrainState:
     """Makes a TrainState at step 0 around `params` (nested tree), with the shardings of `abstract` (`abstract_state`).
 
-    everything: all parameters train. Trap: the buffers of `params` are donated, so they cannot be used afterwards."""
+    optimizer: that of `abstract`. everything: all parameters train. Trap: the buffers of `params` are donated, so they
+    cannot be used afterwards."""
     trainable, frozen = _parts(job, params, everything)
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     if any(map(memory.rests, jax.tree.leaves(abstract))):

@@ -50,9 +50,8 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
     """Reads description and tokenizer of reward.model.path; returns None if it is empty. tokenizer: the policy's.
     images: the ImageSource of a job whose rows hold images, which the reward model sees, too.
 
-    Raises ConfigError if they cannot be read, if the weights are not a sequence classifier with one label, or if
-    completions cannot be expressed in its tokens.
-    """
+    Raises ConfigError if they cannot be read, if the weights are not a sequence classifier with one label, if
+    completions cannot be expressed in its tokens, or if its positions end before the longest sequence."""
     o = config.reward.model
     if not o.path:
         return None
@@ -149,8 +148,8 @@ class RewardModel(Role):
           A new RewardResult (`add_part`); its totals are sums, not divided by the weights.
 
         Raises:
-          RunStopped: more than reward.max_failed_fraction of the completions have no score.
-        """
+          RunStopped: more than reward.max_failed_fraction of the completions have no score, or a prompt cannot be
+            rendered."""
         if result is None:
             return None
         prompts, completions, prefixes = self.tokens(traj, examples, texts)

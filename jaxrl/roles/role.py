@@ -142,7 +142,8 @@ class Policy(Role):
 
     @functools.cached_property
     def features(self) -> KeptFeatures | None:
-        """The features of images that are kept; None if the tower trains, or no row has an image."""
+        """The features of images that are kept; None if the tower trains, train.image_features is "fresh", or no row
+        has an image."""
         if self.job.images is None or not keeps_features(self.job.config, self.job.model):
             return None
 
@@ -243,7 +244,8 @@ class Policy(Role):
     # ---- what a session keeps
 
     def abstract(self) -> dict:
-        """Returns shapes, dtypes and shardings of a checkpoint's arrays: the TrainState without a base of adapters."""
+        """Returns shapes, dtypes and shardings of a checkpoint's arrays: the fields of the TrainState; with adapters
+        without their base, but with its digest, "base_digest". `start` needs it to have been called."""
         self._abstract = parameters.abstract_state(self.job, self.optimizer)
         fields = parameters.checkpoint_fields(self.job, dict(vars(self._abstract)))
         return fields if self.job.model.adapter is None else {**fields, "base_digest": np.zeros(32, np.uint8)}

@@ -49,10 +49,10 @@ def needed_part(config) -> str:
 
 
 def check(config, tokenizer, images=None) -> None:
-    """Raises ConfigError, before the model is loaded, for a teacher that cannot be read or has another vocabulary.
+    """Raises ConfigError, before the model is loaded, for a teacher that cannot be read, has another vocabulary or
+    takes shorter sequences than the run's, and for files that do not fit (TeacherFiles).
 
-    images: the ImageSource of a job whose rows hold images, which the teacher sees, too.
-    """
+    images: the ImageSource of a job whose rows hold images, which the teacher sees, too."""
     t = config.teacher
     if teacher_kind(config) == "files":
         TeacherFiles(t.files, vocabulary(tokenizer), config.distill)
@@ -100,8 +100,9 @@ def vocabulary(tokenizer) -> str:
 def open_teacher(job):
     """Opens the teacher of the config: LocalTeacher, ServerTeacher or FileTeacher.
 
-    Raises ConfigError if its files do not fit the student (TeacherFiles), or if a local one is too short for the run's
-    sequences or has fewer tokens than distill.top_k."""
+    Raises ConfigError if its files do not fit the student (TeacherFiles), if a local one is too short for the run's
+    sequences or has fewer tokens than distill.top_k, or if a server does not reply, is too short, or serves another
+    model than the others (PromptScorer)."""
     return {"local": LocalTeacher, "servers": ServerTeacher, "files": FileTeacher}[teacher_kind(job.config)](job)
 
 
@@ -147,7 +148,7 @@ class LocalTeacher(Role):
 
         Args:
           traj: Trajectories of T tokens. layout: how they are packed.
-          student: () -> [T, K] ids of the student's most probable tokens; called only if `wants` is "at".
+          student: () -> [T, K] int32 ids of the student's most probable tokens; called only if `wants` is "at".
 
         Returns:
           By `wants`:
@@ -224,9 +225,12 @@ class ServerTeacher:
     def targets(self, traj, layout, student) -> dict[str, np.ndarray]:
         """Returns the token columns of the loss; process 0 requests them and sends them to the others. Collective.
 
-        For the loss "sampled" it is {"teacher": [T] float32 log-probs (nats) of the tokens themselves, 0 except at loss
-        tokens}; else {"teacher_ids": [T, K] int32, -1 = none or unknown to the student; "teacher_logprobs": [T, K]
-        float32}. layout and student are not read."""
+        For the loss "sampled" it is {"teacher": [T] float32 log-probs of the tokens themselves, 0 except at loss
+        tokens}; else, at all tokens, {"teacher_ids": [T, K] int32, -1 = none or unknown to the student;
+        "teacher_logprobs": [T, K] float32, 0 = none}. Log-probs are in nats at temperature 1. layout and student are
+        not read.
+
+        Raises RunStopped if a server fails repeatedly or refuses a request (PromptScorer.score)."""
         sent = b""
         if peers().first:
             sent = encode(None, self._request(traj))

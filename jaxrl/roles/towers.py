@@ -23,9 +23,10 @@ def read_tower_config(source: str, revision: str | None, images=None, weights: b
     Args:
       source, revision: a folder or hub id, and the hub's revision.
       images: the job's ImageSource; None: a job of text, whose models are read without a tower.
-      weights: passed to hf.load_config.
+      weights: also look at (and from the hub fetch) the weights' headers.
 
-    Raises ConfigError for a model without a tower, and for one whose tower sees other patches (SAME, or windows)."""
+    Raises ConfigError for a model without a tower, for one whose tower sees other patches (SAME, or windows), and for
+    files that cannot be read."""
     out = hf.load_config(source, revision, weights=weights, images=images is not None)
     if images is None:
         return out

@@ -66,8 +66,8 @@ def make_engine(*fields):
     """Returns the embedded sampler of an EngineContext, or of a context's fields in order.
 
     On a mesh over several processes each has its own engine over its devices; publish is collective, all else is local.
-    Raises ConfigError for shapes that cannot hold the config's lengths, tensor parallelism across processes, or
-    images for a model without a tower."""
+    Raises ConfigError for shapes that cannot hold the config's lengths, tensor or expert parallelism across processes,
+    or images for a model without a tower."""
     context = EngineContext.of(*fields)
     config, model, eos_ids = context.config, context.model, context.eos_ids
     if context.patches and model.config.vision is None:
@@ -135,7 +135,8 @@ class EmbeddedEngine(Engine):
         self._counts["requests"] += len(samples)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Works until a request has finished or `deadline_s` seconds have passed; returns new results."""
+        """Works until a request has finished or `deadline_s` seconds have passed; returns new results. Raises
+        RuntimeError without weights, RunStopped if log-probs are not finite, which aborts all requests."""
         self._check_open()
         end = time.monotonic() + deadline_s
         while (self._waiting and not self._held) or self._running:
@@ -150,7 +151,8 @@ class EmbeddedEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests at once (None = all): the next poll returns each, with its tokens so far, as "abort"."""
+        """Ends requests at once (None = all): the next poll returns each, with its tokens so far, as "abort". Frees the
+        conversations kept for these ids."""
         self._check_open()
         gone = self._ids if ids is None else self._ids.intersection(ids)
         for sample in [s for s in (*self._running.values(), *self._waiting) if s.request.id in gone]:
@@ -206,11 +208,10 @@ class EmbeddedEngine(Engine):
     def counters(self) -> dict:
         """Returns totals since the start.
 
-        compiled: programs of these shapes so far. slot_steps: decode steps times slots of the program that ran. The
-        two `_queued` counters cover the chunks during which requests waited for a slot. parked: how often a slot was
-        parked; parked_past: how often one was not, because a recurrence had gone past the stop string; evicted: how
-        often a parked slot was given to a waiting request. extended: prompts that continued in a parked slot, and
-        their tokens that were run there."""
+        compiled: programs of these shapes so far. slot_steps: decode steps times slots of the program that ran. The two
+        `_queued` counters cover chunks during which requests waited for a slot. parked: how often a slot was parked;
+        parked_past: how often not, because a recurrence was past the stop string; evicted: parked slots given to
+        waiting requests. extended: prompts that continued in a parked slot, and their tokens run there."""
         return {**self._counts, "compiled": len(self._programs.compiled)}
 
     def close(self) -> None:
@@ -303,9 +304,9 @@ class EmbeddedEngine(Engine):
         return deque(sorted([*free, *slots]))
 
     def _continue(self):
-        """Starts waiting requests whose conversation is parked: prefills the new prompt tokens except the last, which
-        the first decode step reads. If the prompt does not begin with the parked tokens, or its new tokens hold an
-        image whose tokens see each other, the slot is freed and the prompt is prefilled whole."""
+        """Starts waiting requests whose conversation is parked: prefills the new prompt tokens but the last, which
+        decoding reads. If the prompt does not begin with the parked tokens, or its new tokens hold an image whose
+        tokens see each other, the slot is freed and the prompt is prefilled whole."""
         work, shown = [], []
         for sample in [s for s in self._waiting if s.request.after in self._parked]:
             parked = self._parked.pop(sample.request.after, None)
@@ -484,9 +485,8 @@ class EmbeddedEngine(Engine):
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
     def _calls(self, least: int):
-        """Yields the arguments of `Programs.run` for each program not compiled yet, for `Programs.prepare`: of kinds
-        with at least `least` compiled programs (once a new one was compiled, others of its kind may be needed soon),
-        and extend if requests are kept. Allocates nothing if all are."""
+        """Yields arguments of `Programs.run` for programs not compiled yet: of kinds with at least `least` compiled
+        ones (others may be needed soon), and extend if requests are kept. Allocates nothing if all are compiled."""
         shapes = self.shapes
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))

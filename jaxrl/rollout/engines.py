@@ -103,12 +103,12 @@ ENGINES = {
 def engine_name(config, here: bool = True) -> str:
     """Returns the name or import path that rollout.engine means.
 
-    auto is vllm if servers are named, or if vLLM is installed and there is a GPU, except with several adapters.
+    auto is vllm if rollout.servers names servers, or if vLLM is installed, there is an NVIDIA GPU and lora.adapters is
+    empty; else jax.
 
     Args:
       config: the whole config.
-      here: whether this host's packages and GPUs count; False: auto without servers is jax.
-    """
+      here: whether this host's packages and GPUs count; False: auto without servers is jax."""
     name = config.rollout.engine
     if name != "auto":
         return name
@@ -131,9 +131,11 @@ def engine_row(config, here: bool = True) -> EngineRow:
 
 
 def check_served(config, hf_config: dict, family) -> None:
-    """Raises ConfigError if vLLM servers would compute another model than the trainer's, or cannot report its experts.
+    """Raises ConfigError if vLLM servers would compute another model than the trainer's, cannot report its experts, or
+    hold its weights in a way that the check of published weights does not know.
 
-    vLLM ignores some fields of some families. Other engines, and recipes that sample nothing, are not checked.
+    vLLM ignores some fields of some families, and reads beyond its table of positions. Other engines, and recipes that
+    sample nothing, are not checked.
 
     config: the whole config. hf_config: of the model, as in config.json. family: the row of models.FAMILIES."""
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
@@ -166,13 +168,13 @@ def check_served(config, hf_config: dict, family) -> None:
 
 
 def check_tower_served(config, hf_config: dict, tower) -> None:
-    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower.
+    """Raises ConfigError where vLLM would compute another model than the trainer's, of a family with a tower, or cannot
+    take its images or videos.
 
     Other engines, and recipes that sample nothing, are not checked.
 
     config: the whole config. hf_config: of the model, as in config.json. tower: the model's VisionConfig; None: the
-    data has no image, and the tower is not read.
-    """
+    data has no image, and the tower is not read, which raises unless vLLM has the family's text model by itself."""
     if engine_name(config) != "vllm" or not recipe_of(config).samples:
         return
     name = f"rollout.engine={config.rollout.engine} with model_type={hf_config['model_type']}"

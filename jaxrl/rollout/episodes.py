@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.rollout.episode_results import join_results, recorded_turns
 from jaxrl.rollout.protocol import (
     UNFINISHED,
     Engine,
@@ -112,6 +113,7 @@ class EpisodeEngine(Engine):
         self._probed = env.resume == "restart"  # such an environment is not replayed
         self._logged_causes: set[str] = set()  # causes already logged
         self._version = -1
+        self._closed = False
 
     # ---- the protocol -------------------------------------------------------------------------------------------
 
@@ -121,18 +123,22 @@ class EpisodeEngine(Engine):
         return dataclasses.replace(self.engine.info, holds=True)
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues episodes. Raises ValueError for a prompt that leaves no room for a completion."""
+        """Queues episodes. Raises ValueError, queueing none, for a prompt that leaves no room for a completion or an id
+        in use, RuntimeError if the engine is closed."""
+        self._check_open()
         ids = check_ids(requests, self._ids)
         for request in requests:
             if len(request.prompt) >= self.longest:
                 raise ValueError(f"request {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room for "
                                  f"a completion within {self.longest}; raise train.max_sequence_tokens")
         self._ids.update(ids)
-        self._waiting.extend(Episode(r, _record_of(self._recorded.pop(r.id, None))) for r in requests)
+        self._waiting.extend(Episode(r, recorded_turns(self._recorded.pop(r.id, None))) for r in requests)
 
     def poll(self, deadline_s: float) -> list[Result]:
         """Runs episodes until one has finished or `deadline_s` seconds have passed; returns results since the last
-        poll. Raises RuntimeError if there are episodes and no weights."""
+        poll. Raises RuntimeError if the engine is closed or has episodes and no weights, RunStopped if one shows images
+        that the model or env.image_tokens does not allow, and what the engine of turns raises."""
+        self._check_open()
         end = self.clock() + deadline_s
         if self._ids and self._version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
@@ -154,7 +160,9 @@ class EpisodeEngine(Engine):
         return done
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends episodes (None = all); the next poll returns each as "abort", without tokens."""
+        """Ends episodes (None = all); the next poll returns each as "abort", without tokens. Raises RuntimeError if the
+        engine is closed."""
+        self._check_open()
         gone = self._ids if ids is None else self._ids.intersection(ids)
         begun = [e for e in self._begun.values() if e.request.id in gone]
         self.pool.cancel([e.request.id for e in begun])
@@ -175,13 +183,17 @@ class EpisodeEngine(Engine):
             self._take(self.engine.poll(0.0))  # so that their ids are free
 
     def hold(self, on: bool) -> None:
-        """Prevents new episodes from starting while on; with env.publish=turn also new turns."""
+        """Prevents new episodes from starting while on; with env.publish=turn also new turns. Raises RuntimeError if
+        the engine is closed."""
+        self._check_open()
         self._held = on
         if self.env.publish == "turn":
             self.engine.hold(on)
 
     def publish(self, params: Any, version: int) -> None:
-        """Gives the engine of turns new weights; running episodes go on under them."""
+        """Gives the engine of turns new weights; running episodes go on under them. Raises RuntimeError if the engine
+        is closed."""
+        self._check_open()
         self.engine.publish(params, version)
         self._version = int(version)
 
@@ -194,29 +206,41 @@ class EpisodeEngine(Engine):
         running = again + sum(e.first is None for e in self._begun.values())
         if self.env.publish == "turn" and self._held:
             running = inner.running
-        return dataclasses.replace(inner, waiting=len(self._waiting) - again, running=running)
+        return dataclasses.replace(inner, ok=inner.ok and not self._closed, closed=inner.closed or self._closed,
+                                   waiting=len(self._waiting) - again, running=running)
 
     def close(self) -> None:
         """Closes the pool of environments and the engine of turns."""
+        self._closed = True
         self.pool.close()
         self.engine.close()
 
     def sleep(self) -> None:
-        """Frees the devices of the engine of turns until the next publish."""
+        """Frees the devices of the engine of turns until the next publish. Raises RuntimeError if the engine is
+        closed."""
+        self._check_open()
         self.engine.sleep()
 
     def weights_moved(self, params: Any) -> None:
-        """Passes the new place of the weights to the engine of turns."""
+        """Passes the new place of the weights to the engine of turns. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         self.engine.weights_moved(params)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the engine of turns."""
+        """Returns the metrics of the engine of turns. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         return self.engine.metrics()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("rollout: the engine is closed")
 
     # ---- a checkpoint -------------------------------------------------------------------------------------------
 
     def unfinished_results(self) -> list[Result]:
-        """Returns the finished turns of unfinished episodes; none with env.resume=restart."""
+        """Returns the finished turns of unfinished episodes; none with env.resume=restart. Raises RuntimeError if the
+        engine is closed."""
+        self._check_open()
         if self.env.resume == "restart":
             return []
         out = []
@@ -224,11 +248,13 @@ class EpisodeEngine(Engine):
             recorded = [*zip(episode.turns, episode.parts, strict=True), *episode.record]
             if recorded and episode.first is None:
                 turns, parts = zip(*recorded, strict=True)
-                out.append(_join_results(episode.request, list(parts), turns, UNFINISHED))
+                out.append(join_results(episode.request, list(parts), turns, UNFINISHED))
         return out
 
     def restore_unfinished(self, results: list[Result]) -> None:
-        """Keeps recorded turns, which are replayed when requests with their ids are submitted."""
+        """Keeps recorded turns, which are replayed when requests with their ids are submitted. Raises RuntimeError if
+        the engine is closed."""
+        self._check_open()
         self._recorded |= {r.id: r for r in results}
 
     # ---- an episode begins --------------------------------------------------------------------------------------
@@ -514,12 +540,12 @@ class EpisodeEngine(Engine):
         self._ids.discard(request.id)
         self.engine.forget([str(request.key._replace(turn=k)) for k in range(len(episode.turns))])
         if finish == "abort":
-            self._done.append(_join_results(request, [], [], finish, outcome))
+            self._done.append(join_results(request, [], [], finish, outcome))
             return
-        self._done.append(_join_results(request, episode.parts, episode.turns, finish, outcome))
+        self._done.append(join_results(request, episode.parts, episode.turns, finish, outcome))
         if not self._probed:
             self._probed = True
-            self._start(Episode(dataclasses.replace(request, id=PROBE), _record_of(self._done[-1]),
+            self._start(Episode(dataclasses.replace(request, id=PROBE), recorded_turns(self._done[-1]),
                                 first=self._done[-1]))
 
     # ---- the same actions, the same observations? ------------------------------------------------------------------
@@ -549,44 +575,3 @@ def as_messages(prompt) -> list[dict]:
 
 def _digest(value) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _join_results(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
-    """Returns one result that holds the turns' results."""
-    blank = {"tokens": np.int32, "logprobs": np.float32, "log_kept_mass": np.float32, "versions": np.int32}
-    columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
-               for name, dtype in blank.items()}
-    support = [p.support for p in parts if p.support is not None]
-    return Result(request.id, **columns, finish=finish, seed=request.seed,
-                  support=np.concatenate(support) if support else None, routes=_joined_routes(parts, turns),
-                  turns=tuple(turns), outcome=outcome)
-
-
-def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
-    """Joins the turns' experts; those of a turn's last token come from the next turn, whose prompt contains it."""
-    routes = [p.routes for p in parts if p.routes is not None]
-    if not parts or len(routes) < len(parts):
-        return None
-    out = []
-    for turn, of_part in zip(turns, routes, strict=True):
-        own = len(turn.added) + turn.size
-        out.append(of_part[len(of_part) - own:].copy())
-        if len(out) > 1 and not turn.opens and len(of_part) > own and (out[-2][-1] < 0).all():
-            out[-2][-1] = of_part[-own - 1]
-    return np.concatenate(out)
-
-
-def _record_of(result: Result | None) -> deque:
-    """Returns [(Turn, its part of the result)] of an unfinished episode."""
-    record, at, routed = deque(), 0, 0
-    if result is None:
-        return record
-    for turn in result.turns:
-        part = slice(at, at + turn.size)
-        support = None if result.support is None else result.support[part]
-        own = len(turn.added) + turn.size
-        routes = None if result.routes is None else result.routes[routed:routed + own]
-        record.append((turn, Result(result.id, result.tokens[part], result.logprobs[part], result.log_kept_mass[part],
-                                    result.versions[part], turn.finish, result.seed, support, routes)))
-        at, routed = at + turn.size, routed + own
-    return record

@@ -140,7 +140,8 @@ def decode_part(model, shapes: Shapes, length: int, whole: bool, constrain, para
 def compiles_ahead(platform: str, processes: int) -> bool:
     """Returns whether the first rollout's programs are compiled in threads. On CPUs the compiler has no core to spare;
     processes of a job share what a GPU's compiler finds, and so compile in one order (rl.precompile.may_precompile).
-    """
+
+    platform: "cpu", "gpu" or "tpu". processes: of the job."""
     return platform != "cpu" and processes == 1
 
 
@@ -220,8 +221,8 @@ class Programs:
         """Calls the program `key` and returns its results; the first call compiles it from these arguments.
 
         key: ("prefill", length), ("decode", slots, length) and so on, kind first; one key has one set of shapes.
-        function: what to compile. donate: numbers of donated arguments, whose arrays are invalid afterwards.
-        out_shardings: tree of shardings of the results. mesh: to compile for; None = the engine's."""
+        function: what to compile. args: its arguments. donate: numbers of donated arguments, whose arrays are invalid
+        afterwards. out_shardings: tree of shardings of the results. mesh: to compile for; None = the engine's."""
         if key not in self.compiled:
             self.compiled[key] = self.compiler.take(key) or self._compile(function, args, donate, out_shardings, mesh)
         return self.compiled[key](*args)
@@ -293,11 +294,10 @@ class Programs:
         """Returns the arguments of `run` that prefill B prompts into stash rows (the stash holds prefilled prompts'
         keys and values).
 
-        params: of `publish`. stash: of `new_caches`, donated. tokens_BxP: int32, right-padded prompts.
-        lengths_B: int32, tokens of each, at least 1. rows_B: int32, numbers of stash rows.
-        whose_B: int32 [B], adapter numbers; None without an adapter set. The same holds for whose_K and whose_S below.
-        images: jaxrl.types.Images of the prompts; None: they are text, which is another program.
-        """
+        params: of `publish`. stash: of `new_caches`, donated. tokens_BxP: int32, right-padded prompts. lengths_B:
+        int32, tokens of each, at least 1. rows_B: int32, numbers of stash rows. whose_B: int32, adapter numbers; None
+        without an adapter set. images: jaxrl.types.Images of the prompts; None: they are text, which is another
+        program."""
         def prefill(params, stash, tokens_BxP, lengths_B, rows_B, whose_B, images):
             _, kv, auxiliary = self.model.prefill(params, tokens_BxP, lengths_B, True, whose_B, images)
             stash = self.model.insert(stash, kv, jnp.arange(rows_B.shape[0]), rows_B)
@@ -329,10 +329,9 @@ class Programs:
         """Returns the arguments of `run` that append new tokens' keys and values to slots; see Model.extend.
 
         params: of `publish`. cache: of `new_caches`, donated. tokens_KxL, positions_KxL: int32; positions from the
-        cache length on are padding. slots_K: int32, beyond the cache: dropped. shift_K: int32, what the images of a
-        slot add to the positions of later text; None = 0.
-        seen: decoder.Seen of the new tokens, features on the devices; None: they are text, which is another program.
-        """
+        cache length on are padding. slots_K: int32, beyond the cache: dropped. whose_K: int32, adapter numbers; None
+        without an adapter set. shift_K: int32, what the images of a slot add to the positions of later text; None = 0.
+        seen: decoder.Seen of the new tokens, features on the devices; None: they are text, which is another program."""
         new = self.put((tokens_KxL, positions_KxL, slots_K, whose_K, shift_K, seen), self.by_slot)
 
         def extend(params, cache, *new):
@@ -344,8 +343,8 @@ class Programs:
         return ("extend" if seen is None else "extend_images",), extend, (params, cache, *new), (1,), out
 
     def encode(self, params, images, room: int):
-        """Returns (features, features of the taps) of rows of images, each [K, room, D], for `extend`; of taps one
-        array per layer that has one.
+        """Returns (features, features of the taps) of rows of images, each [K, room, D] in the compute dtype, for
+        `extend`; of taps one array per layer that has one.
 
         params: of `publish`. images: jaxrl.types.Images of K rows. room: image tokens of a row, to which features are
         padded with zeros."""
@@ -375,8 +374,7 @@ class Programs:
         params: of `publish`. cache: of all slots, donated. progress, controls: rows of these slots, in this order.
         history: int32 [S, C] of these slots, tokens by position, on the devices. leave_at: number of active slots at
         which the chunk ends early. rows_S: int32; as many as there are slots: all of them, in order. shared: the result
-        of `shared` for these rows.
-        """
+        of `shared` for these rows. whose_S: int32, adapter numbers; None without an adapter set."""
         whole = len(rows_S) == self.shapes.slots
         part = functools.partial(decode_part, self.model, self.shapes, length, whole, self._constrain)
         progress, controls, shared, adapters = self.put((progress, controls, shared, whose_S), self.by_slot)

@@ -245,11 +245,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order.
+    """One finished (or aborted) completion of n tokens, or an episode: the tokens of its `turns` in order, with its
+    `outcome`.
 
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; without
-    penalties its log-prob is `logprobs - log_kept_mass`.
-    """
+    penalties its log-prob is `logprobs - log_kept_mass`."""
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included
@@ -333,7 +333,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Frees everything; any later call except `health` raises RuntimeError."""
+        """Frees everything. A second call does nothing. Any other later call, except of `health` and of methods that do
+        nothing, raises RuntimeError."""
 
     def hold(self, on: bool) -> None:  # noqa: B027
         """Prevents new completions from starting while on; started ones (health().running) are finished. Called only if
@@ -373,13 +374,13 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
 
     Args:
       timeout: seconds.
-      stop: checked once a second; when true, the unfinished requests are aborted and None is returned.
+      stop: checked before every poll, of at most a second each; when true, the unfinished requests are aborted and None
+        is returned.
       others: receives the results of requests that were unfinished before; None = there are none.
 
     Raises:
       TimeoutError: the batch is not done in time; the unfinished requests are aborted.
-      RuntimeError: the engine returned a completion that was not requested here.
-    """
+      RuntimeError: the engine returned a completion that was not requested here, and `others` is None."""
     end = time.monotonic() + timeout
     engine.submit(list(requests))
     missing = {r.id for r in requests}

@@ -141,16 +141,18 @@ class RolloutQueue:
         self._waiting += requests
 
     def wait(self, groups: list[PromptGroup] | None, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Polls until these groups are done (None: all that the engine has started). Returns False if
-        `stop()` became true first.
+        """Polls until these groups are done (None: all that the engine has started) and returns True. Returns False if
+        `stop()` became true first; unfinished requests are then aborted, and the next `request_groups` submits them
+        again.
 
         Args:
           timeout: seconds.
-          stop: called once a second.
+          stop: called before every poll, of at most a second each.
 
         Raises:
-          TimeoutError: the groups are not done in time. Unfinished requests are then aborted, as after a stop.
-        """
+          TimeoutError: the groups are not done in time. Unfinished requests are aborted as after a stop.
+          RuntimeError: the engine returned a result that was not requested. Also what the engine's poll raises
+            (EngineLost)."""
         end = self._clock() + timeout
         while True:
             if groups is None:
@@ -182,10 +184,10 @@ class RolloutQueue:
                 self._finished(group)
 
     def poll(self) -> None:
-        """Stores finished results of a concurrent engine without waiting.
+        """Stores finished results of a concurrent engine without waiting; does nothing with another one.
 
-        Suppresses EngineLost: the next `wait` raises it, so the running update completes.
-        """
+        Suppresses EngineLost: the next `wait` raises it, so the running update completes. Raises RuntimeError as
+        `receive`."""
         if self._unfinished and self.engine.info.concurrent:
             with contextlib.suppress(EngineLost):
                 self.receive(self.engine.poll(0.0))
@@ -209,8 +211,8 @@ class RolloutQueue:
         """Gives the engine the weights after `version` completed steps.
 
         Without `partial` it first holds new completions and waits for those that have started: at most `timeout`
-        seconds (then TimeoutError, nothing is published), or until stop() is true (then they are aborted and the
-        weights are published).
+        seconds (then all unfinished requests are aborted, TimeoutError is raised and nothing is published), or until
+        stop() is true (then they are aborted and the weights are published). Aborted ones are requested again later.
 
         params: the model's parameter tree."""
         if self._unfinished and not self.partial:

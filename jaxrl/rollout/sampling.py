@@ -135,11 +135,11 @@ def top_tokens(q_SxV, token_S, count: int):
 
 
 def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls):
-    """Returns logits [S, V] after the repetition penalty (tokens of prompt and completion) and the frequency penalty
-    (tokens of the completion, by count).
+    """Returns float32 logits [S, V] after the repetition penalty (tokens of prompt and completion) and the frequency
+    penalty (tokens of the completion, by count).
 
-    The first divides positive logits of tokens seen by controls.repetition and multiplies the others by it; the
-    second subtracts controls.frequency times the token's count. Applied before the temperature.
+    The first divides positive logits of tokens seen by controls.repetition and multiplies the others by it; the second
+    subtracts controls.frequency times the token's count. Applied before the temperature.
 
     Args:
       logits_SxV: float32.
@@ -161,10 +161,10 @@ def penalise(logits_SxV, produced_S, position_S, history_SxL, controls: Controls
 
 
 def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
-    """Returns q [S, V] with -inf at end tokens in the slots that may not end yet, elementwise: XLA fuses it into its
-    readers.
+    """Returns q [S, V] float32 with -inf at end tokens in the slots that may not end yet, elementwise: XLA fuses it
+    into its readers.
 
-    barred_S: [S] bool. end_ids_SxE: [S, E] int32, -1 = unused."""
+    q_SxV: float32 logits. barred_S: [S] bool. end_ids_SxE: [S, E] int32, -1 = unused."""
     column_SxV = lax.broadcasted_iota(jnp.int32, q_SxV.shape, 1)
     ends_SxV = functools.reduce(jnp.logical_or, [column_SxV == end_S[:, None] for end_S in end_ids_SxE.T], False)
     return jnp.where(barred_S[:, None] & ends_SxV, NEG_INF, q_SxV)
@@ -256,9 +256,8 @@ def first_argmax(q_SxV):
 
 
 def lanes_for(vocab: int) -> int:
-    """Returns the number of lanes the vocabulary is folded into: a power of two near its root that divides it,
-    or 128 with padding.
-    """
+    """Returns the number of lanes the vocabulary is folded into: a power of two from 64 to 512, near its root, that
+    divides it, or 128 with padding."""
     for lanes in (512, 256, 128, 64):
         if vocab % lanes == 0 and (lanes * lanes <= 2 * vocab or lanes == 64):
             return lanes
@@ -277,7 +276,7 @@ def fold_lanes(q_SxV):
 
 
 def lane_mass(q_SxV, peak_S):
-    """Returns [S, N], the sum of exp(q - peak) over each lane of `fold_lanes`; -inf entries count 0.
+    """Returns [S, N] float32, the sum of exp(q - peak) over each lane of `fold_lanes`; -inf entries count 0.
 
     q_SxV: float32. peak_S: float32, subtracted so that nothing overflows; at least the row's maximum."""
     return jnp.sum(jnp.exp(fold_lanes(q_SxV) - peak_S[:, None, None]), axis=1)

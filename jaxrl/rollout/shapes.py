@@ -27,7 +27,7 @@ def work_of(params, min_new_tokens: int) -> int:
 
     PLAIN: temperature only. BANS: end tokens are barred too. ALL: also penalties or a cut support.
 
-    params: SamplingParams, or a config group with the same names."""
+    params: SamplingParams, or a config group with the same names, but for min_new_tokens, which is passed by itself."""
     if (params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.repetition_penalty != 1
             or params.frequency_penalty != 0):
         return ALL

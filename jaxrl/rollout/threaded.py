@@ -35,7 +35,9 @@ class ThreadedEngine(Engine):
 
     @contextlib.contextmanager
     def _paused(self):
-        """Yields the engine to the caller while its thread pauses; the thread looks for work afterwards."""
+        """Yields the engine to the caller while its thread pauses; the thread looks for work afterwards. Raises
+        RuntimeError if this engine is closed."""
+        self._check_open()
         with self._state:
             self._calls += 1
         try:
@@ -85,9 +87,8 @@ class ThreadedEngine(Engine):
 
         Raises RuntimeError if the engine is closed or has requests and no weights, and once whatever the engine raised
         in the thread."""
+        self._check_open()
         end, health = time.monotonic() + deadline_s, self._engine.health()
-        if health.closed:
-            raise RuntimeError("rollout: the engine is closed")
         if self._open and health.version < 0:
             raise RuntimeError("rollout: no weights yet; call publish(params, version) before polling")
         with self._state:
@@ -122,6 +123,16 @@ class ThreadedEngine(Engine):
         with self._paused() as engine:
             engine.publish(params, version)
 
+    def sleep(self) -> None:
+        """Frees the engine's devices until the next publish, as Engine.sleep."""
+        with self._paused() as engine:
+            engine.sleep()
+
+    def weights_moved(self, params) -> None:
+        """Gives the engine the published weights at their new place, as Engine.weights_moved."""
+        with self._paused() as engine:
+            engine.weights_moved(params)
+
     def unfinished_results(self) -> list[Result]:
         """Returns the finished turns of unfinished requests, as Engine.unfinished_results."""
         with self._paused() as engine:
@@ -134,10 +145,12 @@ class ThreadedEngine(Engine):
 
     def health(self) -> Health:
         """Returns the engine's state without waiting for the thread."""
-        return self._engine.health()
+        health = self._engine.health()
+        return dataclasses.replace(health, ok=health.ok and not self._closing, closed=health.closed or self._closing)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the engine's metrics."""
+        """Returns the engine's metrics, without waiting for the thread."""
+        self._check_open()
         return self._engine.metrics()
 
     def close(self) -> None:
@@ -147,3 +160,7 @@ class ThreadedEngine(Engine):
             self._state.notify_all()
         self._thread.join()
         self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("rollout: the engine is closed")

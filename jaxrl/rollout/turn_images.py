@@ -38,8 +38,8 @@ class TurnImages:
         """Returns (messages whose contents are text or lists of parts, their images in order), as ImageSource.shown
         does: None for a part that brings none, which stands for the row's next image. (messages, []) without images.
 
-        Raises RunStopped if there are images and the model has no tower, or env.image_tokens is 0.
-        """
+        Raises RunStopped if there are images and the model has no tower, or env.image_tokens is 0, and what
+        ImageSource.shown raises (ImageError)."""
         if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for m in messages
                    if isinstance(m.get("content"), list) for part in m["content"]):
             return messages, []
@@ -52,7 +52,7 @@ class TurnImages:
         """Returns (ids [n] with one image token for each feature, their TurnImages, `first` counted in these ids).
 
         Args:
-          ids: [n] token ids with one image token for each image. at: [I] the index of each of these.
+          ids: [n] int token ids with one image token for each image. at: [I] int, the index of each of these.
           found: the images, as `found` returns them; None = the row's next one.
           request: of the episode. shown: how many of its row's images stand before them.
 

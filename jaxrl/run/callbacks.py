@@ -122,7 +122,7 @@ class Callbacks:
 
     def after_line(self, metrics: dict[str, float], records=()) -> None:
         """Calls functions, and the hooks that are due, after a line of metrics. records: of its completions. Raises
-        as `call` does."""
+        RunStopped as `call` does."""
         self._metrics = metrics
         self.due(FUNCTION)
         self.call(records)

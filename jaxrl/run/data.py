@@ -47,7 +47,8 @@ def sets_to_complete(c, eval_sets: dict) -> dict:
 def load_data(c, inputs, tokenizer, eos: int, tools=(), images: ImageSource | None = None):
     """Reads the job's data. Returns (training Dataset or None in run.mode=eval, held-out Datasets by name).
 
-    Warns of held-out sets whose prompts are training prompts, too.
+    Warns of held-out sets whose prompts are training prompts, too, unless the job has episodes or trains on pairs or
+    scores.
 
     Args:
       c: the Spec. inputs: PythonInputs, whose rows replace those of the config. tokenizer: of the policy.
@@ -148,11 +149,12 @@ def _check_towerless(spec, hf_config: dict, train_set, eval_sets: dict) -> None:
 
 
 def check_column(spec, images: ImageSource | None, train_set, eval_sets: dict, hf_config: dict) -> None:
-    """Raises ConfigError where rows seem to hold images that no option names, or that a model without a tower would not
-    see, so that a job would train without them.
+    """Raises ConfigError where rows seem to hold images or videos that no option names, or that a model without a tower
+    would not see, so that a job would train without them, and where a column that data.image_column names holds none.
 
-    train_set: Dataset, Mixture or None. images: the job's ImageSource, after the rows were read. hf_config: the
-    model's."""
+    It looks at the first row of each set, for a model without a tower at the first LOOKED_AT; jobs whose environments
+    show images are not checked. train_set: Dataset, Mixture or None. images: the job's ImageSource, after the rows were
+    read. hf_config: the model's."""
     if images is None and not _has_tower(_outer(spec, hf_config)):
         _check_towerless(spec, hf_config, train_set, eval_sets)
     if images is None or (spec.env.image_tokens and spec.episodes):

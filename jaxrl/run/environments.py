@@ -16,7 +16,8 @@ log = logging.getLogger("jaxrl")
 
 
 def open_episode_pool(s) -> EpisodePool | None:
-    """Starts the workers that run a Session's episodes; None for a run without episodes."""
+    """Starts the workers that run a Session's episodes, which the Session closes; returns None for a run without
+    episodes."""
     c, inputs = s.spec, s.inputs
     if not c.episodes:
         return None

@@ -38,16 +38,15 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
         data.Interrupted, which a stream of rows raises, means the same.
       parts: further parts of a checkpoint (see Session.restore).
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
-      sync_every: steps between weight syncs; 0 = only before evaluations.
-      evaluation: factory, given the WeightSync (or None); returns evaluate() -> (metrics, records by set, summary).
-        Not called without held-out sets.
+      sync_every: steps between weight syncs; 0 = only before the first step and before evaluations.
+      evaluation: factory, given the WeightSync (or None); returns evaluate() -> (metrics, records by set, summary). Not
+        called without held-out sets.
       reports: objects whose summary() returns further entries of summary.json; a list may grow during the run.
       about: further lines of the start-up summary. first_row: line about the data; default the first prompt.
 
     Raises:
       ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop, or a callback failed; what was
-        saved can be resumed.
-    """
+        saved can be resumed. Also what step() raises, such as TimeoutError."""
     s.restore(policy, parts)
     s.print_summary(f"{describe(job)}{about and chr(10) + about}", derived_numbers(job.config))
     speed = Speed(job, policy.state.trainable)

@@ -32,7 +32,8 @@ def keep_freed_memory() -> bool:
 
 
 def only_cpus() -> bool:
-    """Whether jax has CPU devices alone, without starting any: by jax_platforms, or because no plugin is installed."""
+    """Returns whether jax has CPU devices alone, without starting any: by jax_platforms, or because no plugin is
+    installed."""
     jax = sys.modules.get("jax")  # main calls before it is imported
     if platforms := jax.config.jax_platforms if jax else os.environ.get("JAX_PLATFORMS"):
         return platforms == "cpu"
@@ -41,5 +42,5 @@ def only_cpus() -> bool:
 
 
 def is_set_by_user(environ) -> bool:
-    """Whether the environment has options of glibc's malloc."""
+    """Returns whether an environment (name -> value) has options of glibc's malloc."""
     return any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

@@ -46,7 +46,8 @@ def server_command(o: dict, options, port: int, cpu: bool, key: str) -> tuple[li
 class JudgeServers:
     """One vLLM server for each judge that has a model and no servers. They start at once.
 
-    A server that ends is restarted, up to rollout.vllm.restarts times; requests meanwhile get no score.
+    A server that has replied once and ends is restarted, up to rollout.vllm.restarts times; requests meanwhile get no
+    score.
 
     Args:
       config: of the run. functions: names of the run's reward functions. count: processes of the run.
@@ -55,8 +56,7 @@ class JudgeServers:
       servers: name of a judge -> its Server (address and key).
 
     Raises:
-      ConfigError: the run has several processes, or vLLM is not installed.
-    """
+      ConfigError: a judge needs a server, and the run has several processes, or vLLM is not installed or too old."""
 
     def __init__(self, config, functions, count: int = 1):
         wanted = judges_to_serve(config, functions)

@@ -161,7 +161,7 @@ class Session:
         policy's trees are stored under their own names, and it has no `host`. A part that the checkpoint lacks starts
         from scratch; a stored part that the run does not use is ignored.
 
-        Raises ConfigError if the directory lacks space or cannot be written."""
+        Raises ConfigError if the directory lacks space or cannot be written, and as Checkpointer.restore does."""
         self.policy, self.parts = policy, parts
         own = policy.abstract()
         everything = {**own, **{part.name: part.abstract() for part in parts}}
@@ -202,8 +202,7 @@ class Session:
     def print_summary(self, lines, numbers: dict) -> None:
         """Opens telemetry and prints the start-up summary.
 
-        Args:
-          lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
+        lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -269,8 +268,9 @@ class Session:
     def together(self, what: str, work):
         """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
 
-        An error of one process (a lost engine, failed rewards, a completion that timed out) is raised on all, so that
-        they can still save a checkpoint together."""
+        A RunStopped or TimeoutError of one process (failed rewards, a late completion) is raised on all, on the others
+        as RunStopped, so that they can still save a checkpoint together. Any other error is raised on its process
+        alone."""
         return work() if self.peers.count == 1 else self._together(what, work)
 
     def _together(self, what: str, work):
@@ -304,7 +304,7 @@ class Session:
         return not (self.stopping() or self.ended())
 
     def ended(self) -> bool:
-        """Whether train.steps, data.epochs or train.max_samples is reached or a callback ended the run."""
+        """Whether train.steps, data.epochs or train.max_samples is reached, or something ended the run (`ended_by`)."""
         samples = self.spec.train.max_samples
         counted = (self._last_step and self.step >= self._last_step) or (samples and self.progress.samples >= samples)
         return bool(self.ended_by or counted) or self.stream.exhausted(self.progress.cursor)
@@ -319,8 +319,7 @@ class Session:
     def advance(self, cursor: int, samples: int) -> Progress:
         """Completes a step after its update; returns the new progress.
 
-        Args:
-          cursor: position of the data after the step. samples: sequences it trained on."""
+        cursor: position of the data after the step. samples: sequences it trained on."""
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
         if self.profiler is not None:
             self.profiler.at(self.step)
@@ -329,7 +328,8 @@ class Session:
     # -- around steps ---------------------------------------------------------------------------------------------
 
     def before_first_step(self, evaluate) -> None:
-        """Evaluates before the first step, or prints why the run has no steps left.
+        """Evaluates before the first step with eval.before, or at a resume if a stop left an evaluation due; or prints
+        why the run has no steps left.
 
         evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
         if self.ended_by:
@@ -361,7 +361,7 @@ class Session:
           export: folder -> None, writes the model there.
           records: dicts of the step's completions, for callbacks.
 
-        Raises RunStopped if a callback fails."""
+        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), and what evaluate and export raise."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -425,7 +425,7 @@ class Session:
         return False
 
     def save(self) -> None:
-        """Saves a checkpoint of this step in the background, unless there is one."""
+        """Saves this step in the background (checkpoint.asynchronous) unless saved. Raises as Checkpointer.save."""
         if self.checkpointer.committed == self.step:
             return
         with self.phase("checkpoint"):
@@ -462,7 +462,8 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, evaluate, export) -> dict:
-        """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop only saves.
+        """Evaluates, saves, exports and writes summary.json, whose content it returns; after a stop without the
+        evaluation and the export.
 
         evaluate, export: functions as `after_step` takes them. Raises SavesFailed if the last checkpoint cannot be
         written."""
@@ -530,8 +531,7 @@ class Session:
             report_of(self.run_dir)
 
     def _finish_uploads(self, uploads: Uploads, stopped: bool) -> dict:
-        """Waits for uploads and returns their results; after a stop at most run.stop_seconds,
-        without the last checkpoint."""
+        """Returns the uploads' results; after a stop waits at most run.stop_seconds, without the last checkpoint."""
         c = self.spec
         if not stopped and uploads.wants("checkpoints", last=True) and self.checkpointer.committed == self.step:
             path = self.checkpointer.path_of(self.step)
@@ -592,7 +592,7 @@ class Session:
 
 
 def triggers(spec, states: dict) -> dict[str, Every]:
-    """Returns when evaluation, checkpoints and exports are due, by name. states: of the resumed checkpoint."""
+    """Returns when "eval", "save" and "export" are due, by name. states: name -> state, of the resumed checkpoint."""
     e, c = spec.eval, spec.checkpoint
     periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
                "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),

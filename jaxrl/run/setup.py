@@ -71,7 +71,8 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 class Job:
     """The fixed parts of a run; parameters are in the TrainState of its roles.
 
-    config: Spec. eos_ids: end-of-text tokens. row_shapes: RowShapes of updates. compute_dtype: of the forward pass."""
+    config: Spec. mesh: the policy's. hf_config: as in config.json. eos_ids: end-of-text tokens. row_shapes: RowShapes
+    of updates. compute_dtype: of the forward pass."""
 
     config: Any
     run_dir: Path
@@ -185,8 +186,7 @@ def share_gpus(how: str, fraction: float, environ) -> None:
 
 
 def first_prompt(s, job) -> str:
-    """Returns a console line with the first rendered prompt and its tokens; "" for a resumed run or one without
-    rows."""
+    """Returns a console line with the first rendered prompt and its tokens; "" if resumed or without rows."""
     if job.stream is None or s.step:
         return ""
     example = job.stream.dataset[0]
@@ -280,14 +280,14 @@ def _start_workers(s):
 
 
 def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
-    """Reads and checks all inputs of a job and closes them again. Raises ConfigError; touches no device."""
+    """Reads and checks inputs as `read_job_inputs`, then closes them. Raises ConfigError; touches no device."""
     with Session(resolve(config), inputs) as s:
         read_job_inputs(s, with_rewards)
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """Opens the job of a Session: all inputs, then devices and model, then (with_engine) the engine,
-    without weights. Raises ConfigError."""
+    """Opens the job of a Session: all inputs, devices and model, then the engine, without weights, if with_engine is
+    set and something is to be completed (without it no rewards either). Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
     if job.images is not None:
@@ -315,8 +315,8 @@ def open_run(s, with_engine: bool = True) -> Job:
 
 
 def check_kernels(s, job) -> None:
-    """Disables kernels that disagree with the reference on these devices, on every process if one finds so. Checks once
-    per device, jax version and kernel; CPUs have no kernels."""
+    """Disables kernels, of options that are auto, that disagree with the reference on these devices, on every process
+    if one finds so. Checks once per device, jax version and kernel source; CPUs have no kernels."""
     wrong: dict[str, dict[str, str]] = {"attention": {}, "experts": {}, "recurrence": {}}
     c, kernels = job.model.config, [name for name in ORDERS[platform()] if name not in XLA]
     if kernels and job.config.model.attention == "auto":

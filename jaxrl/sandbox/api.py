@@ -28,7 +28,8 @@ def configure(options: Mapping[str, Any]) -> None:
     """Sets the config's `sandbox` options for this process, after which the next `run` probes the sandbox again.
     Workers call it first.
 
-    options: option -> value, limits included; missing ones have the defaults of Limits and Settings."""
+    options: option -> value, limits included; missing ones have the defaults of Limits and Settings. Raises TypeError
+    for an unknown one."""
     settings_given: dict[str, Any] = {**options, "paths": tuple(options.get("paths", ()))}
     limits = Limits(**{name: settings_given.pop(name) for name in _LIMITS if name in settings_given})
     settings = Settings(**settings_given)
@@ -90,8 +91,9 @@ def limits() -> Limits:
 
 
 def probe() -> None:
-    """Tries once per process what a program must not be able to do. Raises SandboxError with the remedy. `run` calls
-    it before the first program.
+    """Tries what a program must not be able to do, once per process and configuration. `run` calls it first.
+
+    Raises SandboxError, with the remedy, if the sandbox fails or does not isolate programs.
     """
     settings, limits = _state["settings"], _state["limits"]
     with _lock:
@@ -101,7 +103,7 @@ def probe() -> None:
 
 
 def prepare() -> None:
-    """Probes the sandbox before a worker reports ready. Raises LoadError."""
+    """Probes the sandbox before a worker reports ready. Raises LoadError if it fails or does not isolate programs."""
     try:
         probe()
     except SandboxError as e:

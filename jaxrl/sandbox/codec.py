@@ -15,7 +15,8 @@ def encode(value, depth=0):
     """Returns plain data as JSON values. Raises Opaque for anything else, and for more than MAX_DEPTH levels.
 
     None, bool, int, float and str stay; list, tuple, set, frozenset, dict, bytes, complex and long ints become {kind:
-    content}. Subclasses become their base, arrays and array scalars lists and numbers.
+    content}. Subclasses become their base, a bytearray bytes, numpy's arrays and scalars lists and numbers. depth: of
+    the levels around the value.
     """
     if depth > MAX_DEPTH:
         raise Opaque("it is nested too deep")
@@ -43,7 +44,8 @@ def encode(value, depth=0):
 
 
 def decode(value):
-    """Returns the value that `encode` encoded. Raises ValueError, TypeError or KeyError for anything else."""
+    """Returns the value that `encode` encoded. Raises ValueError, TypeError, KeyError or AttributeError for anything
+    else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     (kind, content), = value.items()

@@ -80,7 +80,7 @@ def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Gra
     """Runs the tests of a Python program. All runs together take at most sandbox.seconds.
 
     Outputs are compared line by line, without white space at the ends of lines and of the text, and word by word where
-    numbers with a point may differ by a relative 1e-6; values as `same` compares them.
+    numbers with a point may differ by a relative 1e-6 or an absolute 1e-9; values as `same` compares them.
 
     Args:
       program: its source.
@@ -304,7 +304,8 @@ def parse(tests, entry_point: str = "") -> Tests:
       ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before each
       a text with def check(candidate)                       called with `entry_point`
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, also for no tests and for unequal numbers of inputs and outputs; KeyError for
+    inputs without outputs.
     """
     if isinstance(tests, str):
         try:

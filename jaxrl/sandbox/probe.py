@@ -69,8 +69,8 @@ def _remedy(limit: str) -> str:
 
 
 def check(settings: Settings, limits: Limits, run) -> None:
-    """Runs a program in the sandbox that tries to escape. Raises SandboxError, with a remedy, if it succeeds or does
-    not run.
+    """Runs a program in the sandbox that tries to escape. Raises SandboxError, with a remedy, if it succeeds, does not
+    run, or cannot be set up.
 
     The program tries to read and write files outside, to connect to a port of this host, to see this process's
     environment, and to use more memory and processes than the limits. What must fail depends on the backend: rlimits

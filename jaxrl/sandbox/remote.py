@@ -33,7 +33,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
         memory_mb alone; output_bytes is applied here as well.
       settings: url, api ("jaxrl" or "fusion"), key_env and retries.
 
-    Raises SandboxError if the key's variable is not set, or no try gives a valid reply.
+    Raises SandboxError if the key's variable is not set, if none of 1 + retries tries gets a valid reply, and at once
+    for a redirect, a status that is not in RETRY_STATUSES, an error of jaxrl's service, and JSON of another form.
     """
     message, read = {"jaxrl": (_ours, _read_ours), "fusion": (_fusion, _read_fusion)}[settings.api]
     place, body = message(argv, stdin, files, limits)

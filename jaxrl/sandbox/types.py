@@ -35,7 +35,8 @@ class RunResult:
     """Result of a program.
 
     Attributes:
-      exit: its status, 128 + the signal that ended it, None if a limit did.
+      exit: its status, or 128 + the signal that ended it (the kernel's SIGXCPU at limit cpu_seconds: 152); None if it
+        was killed at another limit.
       stdout, stderr: decoded as UTF-8 with replacement.
       limit: the limit it hit, "seconds", "cpu_seconds", "memory_mb", "output_bytes" or "processes"; "" if none is
         known (a program may handle refused memory itself).

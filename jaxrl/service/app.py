@@ -55,6 +55,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.load import default_config, parse_flags, put
 from jaxrl.errors import ConfigError
+from jaxrl.processes.addresses import join_host_port
 from jaxrl.service.owners import parse_keys
 
 log = logging.getLogger("jaxrl")
@@ -71,7 +72,7 @@ class Options(NamedTuple):
       max_length: most tokens of a sequence. image_tokens: most of a sequence, 0 = text alone.
       together: most requests of one forward and backward pass.
       sync: seconds within which the disk has a record of the journal; None = when the system writes it.
-      config: further options of jaxrl by dotted name.
+      config: further options of jaxrl by dotted name. host, port, dir, unembed, sampler: as the module describes them.
     """
 
     model: str
@@ -91,7 +92,8 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str]) -> Options:
-    """Parses the arguments of `jaxrl serve tinker`. Raises ConfigError for unknown options and values out of bounds."""
+    """Parses the arguments of `jaxrl serve tinker`. Raises ConfigError for unknown options, a missing --model, and
+    values of another type or out of bounds."""
     found: dict = {"config": {}, "names": ()}
     kinds = {"model": str, "rank": int, "alpha": float, "max-length": int, "host": str, "port": int, "dir": str,
              "unembed": str, "sampler": str, "image-tokens": int, "together": int, "sync": _seconds}
@@ -135,7 +137,8 @@ def _seconds(text: str) -> float | None:
 def config_of(options: Options):
     """Returns the config (editable) of the base, the devices and the sampler.
 
-    Raises ConfigError for --rank=0 with train.param_dtype other than fp32."""
+    Raises ConfigError for an unknown option in options.config, and for --rank=0 with train.param_dtype other than
+    fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
@@ -170,9 +173,10 @@ class Server(NamedTuple):
 
 
 def build(options: Options, keys: dict[str, str] | None = None) -> Server:
-    """Loads the base and builds trainer, sampler and application. Raises ConfigError.
+    """Loads the base, builds trainer, sampler and application, and restores what the journal of options.dir holds.
 
-    keys: key -> user, as owners.parse_keys returns it; None or {} = none.
+    keys: key -> user, as owners.parse_keys returns it; None or {} = none. Raises ConfigError for a base that does not
+    fit the options, and a folder of other runs or of a running server.
     """
     import jax
 
@@ -259,7 +263,9 @@ def open_base(options: Options):
 
 
 def with_sight(options: Options, spec, inputs):
-    """Returns the ModelInputs with the tower for images, if there are to be images. Raises ConfigError without one."""
+    """Returns the ModelInputs with the tower for images; as they are with options.image_tokens 0.
+
+    spec: of the config. inputs: run.setup's ModelInputs. Raises ConfigError for a base without a tower."""
     from jaxrl.run.data import open_images, with_tower
     from jaxrl.run.setup import check_weights
 
@@ -314,15 +320,13 @@ def serve(server: Server, options: Options) -> None:
     thread.start()
     while not http.started:
         if not thread.is_alive():
-            raise ConfigError(f"--port={options.port}: cannot listen on {options.host}:{options.port}; if another "
-                              "server runs there, choose another port")
+            raise ConfigError(f"--port={options.port}: cannot listen on {join_host_port(options.host, options.port)}; "
+                              "if another server runs there, choose another port")
         thread.join(0.05)
     port = http.servers[0].sockets[0].getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"export TINKER_BASE_URL=http://{host}:{port}\nexport TINKER_API_KEY=tml-local TINKER_TELEMETRY=0",
-          flush=True)
-    log.info("ready: %s at http://%s:%d, sequences of up to %d tokens", ", ".join(server.names), host, port,
-             options.max_length)
+    url = f"http://{join_host_port(options.host, port)}"
+    print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY=tml-local TINKER_TELEMETRY=0", flush=True)
+    log.info("ready: %s at %s, sequences of up to %d tokens", ", ".join(server.names), url, options.max_length)
     try:
         server.worker.serve()
     finally:

@@ -295,12 +295,13 @@ class Sample(NamedTuple):
 
 def sample(body: dict, eos_ids: tuple[int, ...], longest: int, vocab: int, has_text: bool,
            sight: Sight | None = None) -> Sample:
-    """Returns the sampling request of a body that `read` has checked. Raises Refused (422).
+    """Returns the sampling request of a body that `read` has checked. Raises Refused (422), naming the field, for
+    options that are not served, values out of bounds, ids beyond the vocabulary, and a prompt that is too long.
 
     At most the tokens that are left of `longest` after the prompt are sampled; max_tokens may ask for more.
 
     Args:
-      eos_ids: the model's end tokens, which end a sample beside those of the request; a request with stop=[] has none.
+      eos_ids: the model's end tokens, which end a sample as those of the request do; none does with stop=[].
       longest: most tokens of prompt and sample. vocab: ids are below it. has_text: whether stop texts can be searched.
       sight: service.images.Sight, which reads images; None = none are served.
     """

@@ -66,7 +66,8 @@ class Journal:
             threading.Thread(target=self._sync_later, name="journal", daemon=True).start()
 
     def append(self, header: dict, body: bytes = b"") -> None:
-        """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing."""
+        """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing, also
+        if the disk did not take earlier records in the background."""
         data = _encoded(header, body)
         with self._lock:
             if self._failure is not None:
@@ -106,11 +107,13 @@ class Journal:
                 return
 
     def records(self) -> Iterator[Record]:
-        """Yields the records of the file, up to the first damaged one."""
+        """Yields the records of the file, up to the first damaged one, which is logged."""
         yield from _records(self.path)
 
     def compact(self, needed: Callable[[Record], Record | None]) -> None:
-        """Replaces the file, at once, by one with what is `needed` of each record; a damaged end is dropped."""
+        """Replaces the file, at once, by one with the records that are needed; a damaged end is dropped.
+
+        needed: record -> what to keep of it: the record, a shorter one, or None = nothing. Raises OSError."""
         with self._lock:
             temporary, before = self.path.with_name("journal.new"), self.bytes
             with open(temporary, "wb") as f:

@@ -42,7 +42,9 @@ VERSIONS, FULL_VERSIONS = 64, 3  # versions of weights that the sampler keeps, i
 
 @dataclasses.dataclass(eq=False)
 class Promise:
-    """The answer to a request: a Future of bytes (protobuf) or of a dict (JSON). digest: of the request's body."""
+    """The answer to a request: a Future of bytes (protobuf) or of a dict (JSON), or of a Refused as its exception.
+
+    digest: SHA-256 of the request's body, or of the part by which it is recognised. made: by time.monotonic."""
 
     future: Future
     digest: str
@@ -51,7 +53,7 @@ class Promise:
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """What is known of a run beside its numbers.
+    """The options and metadata of a run; its parameters are the trainer's.
 
     Attributes:
       session: its id. options: LoraOptions; None before it was created. used: time of its last request, seconds since
@@ -66,7 +68,9 @@ class Model:
 
 @dataclasses.dataclass(eq=False)
 class SamplingSession:
-    """version: of the weights. path: their tinker:// path; None = the base, or weights that were saved without one."""
+    """The weights that a sampling session samples from.
+
+    version: their name in the sampler. path: their tinker:// path; None = the base, or saved without one."""
 
     version: str
     path: str | None
@@ -83,6 +87,9 @@ class Operations:
       journal: service.journal.Journal; None = nothing survives this process.
       leave_out: whether a run that asks for train_unembed=True is trained without it.
       sight: service.images.Sight; None = images are refused.
+
+    Operations of a run raise Refused: 404 for an unknown session or run, 422 for a body of another form or a used
+    number, 429 if too many bytes wait, 503 while the server stops; and OSError if the journal cannot be written.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
@@ -158,7 +165,8 @@ class Operations:
                 self.compact({name for name, p in self.promises.items() if p.future.done()})
 
     def compact(self, done) -> None:
-        """Drops from the journal results older than RESULTS_SECONDS, and bodies that no run needs again.
+        """Drops from the journal requests and results that are older than RESULTS_SECONDS and that nothing needs again;
+        of such requests that are younger, the bodies alone.
 
         done: names of requests that have a result.
         """
@@ -184,7 +192,7 @@ class Operations:
             self.journal.compact(needed)
 
     def promise(self, name: str) -> Promise:
-        """Returns a promise by name. Raises Refused(410)."""
+        """Returns a promise by name. Raises Refused (410) for one that is not known or another user's."""
         found = self.promises.get(name)
         if found is None or not self._sees(name):
             raise Refused(410, f"request_id={name!r} is not known here: the server was restarted, or the result is "
@@ -230,7 +238,8 @@ class Operations:
     def create_session(self, body: dict, raw: bytes, key: str) -> dict:
         """Creates a session; returns {"type", "session_id"} and a warning if output matrices are left out.
 
-        body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session.
+        body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session;
+        "" = none, a new session each time.
 
         Raises Refused (422) for a key that came with another request."""
         b, digest = bodies.read("create_session", body), hashlib.sha256(raw).hexdigest()
@@ -247,7 +256,8 @@ class Operations:
         return {"type": "create_session", "session_id": session, **warning}
 
     def begin_session(self, session: str, key: str, about: dict, digest: str) -> None:
-        """Notes a session. about: user_metadata, display_name and owner. digest: of the request, "" = not known."""
+        """Notes a session. key: of the request, which finds it again; "" = none. about: user_metadata, display_name and
+        owner. digest: of the request, "" = not known."""
         self.sessions[session] = {"owner": None, **about, "runs": [], "samplers": []}
         if key:
             self.created[about.get("owner"), key] = session, digest
@@ -286,7 +296,8 @@ class Operations:
     # ---- runs
 
     def create_model(self, body: dict, raw: bytes) -> dict:
-        """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}."""
+        """Creates a run with a new adapter; returns the promise {"request_id", "model_id"}, whose result is the error
+        for a wrong base, optimizer or adapter. Raises Refused (404 for an unknown session) as Operations says."""
         b = bodies.read("create_model", body)
         session, model_id = self.session(b["session_id"]), f"{b['session_id']}:train:{b['model_seq_id']}"
 
@@ -308,7 +319,7 @@ class Operations:
         """Creates a run from saved weights, or loads them into a run as its first request (the older form).
 
         Returns the promise {"request_id", "model_id"}; what is wrong with path, base or optimizer is its result. Raises
-        Refused: 404 for an unknown session or run, 422 for a body that names neither."""
+        Refused as Operations says, also (422) for a body that names neither session nor run."""
         b = bodies.read("load_weights", body)
         session: str | None = b["session_id"]
         if session is None:
@@ -366,7 +377,8 @@ class Operations:
         return self.trainer.restored(options, leaves, moments)
 
     def forward_backward(self, raw: bytes) -> dict:
-        """Computes a loss and its gradient, or the loss alone; returns the promise. raw: the protobuf message."""
+        """Computes a loss and its gradient, or the loss alone; returns the promise, whose result is the error for wrong
+        data. raw: the protobuf message. Raises Refused (400 for another message) as Operations says."""
         request = wire.parse_forward_backward(raw)
         kind = "forward" if request.forward_only else "forward_backward"
 
@@ -380,7 +392,8 @@ class Operations:
         return self._task(kind, request.model_id, request.seq_id, raw, prepare, changes=learns, clears=learns)
 
     def optim_step(self, body: dict, raw: bytes) -> dict:
-        """Applies the gradients of a run; returns the promise. body: the JSON; raw: its bytes."""
+        """Applies the gradients of a run; returns the promise, whose result is the error for wrong settings. body: the
+        JSON; raw: its bytes. Raises Refused as Operations says."""
         b = bodies.read("optim_step", body)
 
         def prepare():
@@ -392,7 +405,8 @@ class Operations:
     # ---- saved weights
 
     def save_weights(self, body: dict, raw: bytes) -> dict:
-        """Saves adapter and optimizer under a name; returns the promise."""
+        """Saves a run's weights and optimizer under a name; returns the promise of their tinker:// path, or of the
+        error for a wrong or taken name. Raises Refused as Operations says."""
         b = bodies.read("save_weights", body)
 
         def prepare():
@@ -416,7 +430,8 @@ class Operations:
         self.store.write(address, about, lambda folder: self.trainer.export(run, folder), moments, overwrite)
 
     def save_weights_for_sampler(self, body: dict, raw: bytes) -> dict:
-        """Keeps the run's present weights for sampling: under a name on the disk, or for one sampling session."""
+        """Keeps the run's present weights for sampling: under a name on the disk, or for one sampling session; returns
+        the promise of their path or session id, or of the error. Raises Refused as Operations says."""
         b = bodies.read("save_weights_for_sampler", body)
 
         def prepare():
@@ -477,7 +492,7 @@ class Operations:
     def create_sampling_session(self, body: dict) -> dict:
         """Opens a sampling session on saved weights or on the base; returns {"type", "sampling_session_id"}.
 
-        Raises Refused: 404 for an unknown session or weights, 422 for another base or a number that was used."""
+        Raises Refused: 404 for an unknown session or weights, 422 for another base, path or a number that was used."""
         b = bodies.read("create_sampling_session", body)
         self.session(b["session_id"])
         if b["model_path"] is None:
@@ -502,7 +517,8 @@ class Operations:
     def asample(self, body: dict, raw: bytes) -> dict:
         """Samples from the weights of a sampling session; returns the promise with the ids of the samples.
 
-        Raises Refused: 404 for an unknown sampling session, 422 for a body that is not served (bodies.sample)."""
+        Raises Refused: 404 for an unknown sampling session, 422 for a used number and a body that is not served
+        (bodies.sample), 503 while the server stops."""
         b = bodies.read("asample", body)
         session = self.sampling_session(b["sampling_session_id"])
         sample = bodies.sample(b, self.eos_ids, self.longest, self.vocab, self.has_text, self.sight)

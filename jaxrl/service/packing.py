@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens, targets: [N] int32 of each datum, of equal lengths.
-      columns: {name of trainer.COLUMNS: [N] of each datum}.
+      columns: {name of trainer.COLUMNS: [N] floats of each datum, bool for "marked"}.
       pictures: the images of the data; None = there is none. A batch with images is computed by itself.
     """
 
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
     Attributes:
       traj: the ragged batch of all data (T tokens); its column "adapter" [T] int32 is the number of each token's
         request.
-      columns: [T] by name.
+      columns: [T] floats by name, int32 for "target"; 0 at the first token of each sequence.
       microbatches: in the order in which they are computed.
       placements: of each request, see the module.
       ends: the data of request k are the sequences from ends[k] to ends[k + 1].
@@ -84,7 +84,7 @@ def pack_together(batches: list[Batch], shapes: RowShapes, dtype) -> Packed:
 def place_again(batch: Batch, placement: list, shapes: RowShapes, dtype) -> Packed | None:
     """Packs one request as `placement` says, other rows with as many loss tokens as they had; None if it does not fit.
 
-    The request has the number 0, and what stands for the others the number 1, whose gradient is zero.
+    The request has the number 0, and the rows in place of the others the number 1; their gradient is zero.
 
     placement: see the module. shapes: RowShapes, lengths and counts of rows. dtype: of float columns."""
     own: dict[int, list] = {length: [] for length in shapes.lengths}
@@ -149,10 +149,10 @@ def _microbatch(length: int, rows: list, count: int, shapes: RowShapes) -> Micro
 
 
 def ragged(batch: Batch, dtype) -> tuple[Trajectories, dict[str, np.ndarray]]:
-    """Returns a datum's positions as a ragged batch whose token i + 1 is in the loss, and token columns [T].
+    """Returns the data of a batch as (Trajectories whose sequences are the data, {name: token column [T]}).
 
     A sequence is a datum's tokens and one more, which no real token sees: loss slot i + 1 is read at token i, with the
-    target of column "target" (int32). Columns are 0 at the first token of each sequence, which is not in the loss.
+    target of column "target" (int32). All tokens but the first of each sequence are in the loss; columns are 0 there.
 
     dtype: of the columns of the batch."""
     sizes = np.array([len(own) + 1 for own in batch.tokens])

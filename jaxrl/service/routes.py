@@ -106,7 +106,8 @@ class Api:
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
     async def create_session(self, request, raw):
-        """Creates a session."""
+        """Creates a session, once for each X-Idempotency-Key; returns its id. Raises Refused (422) for a key that came
+        with another request."""
         return self.operations.create_session(bodies.parse(raw), raw, request.headers.get("x-idempotency-key", ""))
 
     async def heartbeat(self, request, raw):
@@ -120,7 +121,8 @@ class Api:
         return {}
 
     async def get_info(self, request, raw):
-        """Returns base model and rank of a run; the rank is None before it was created. Raises Refused (404)."""
+        """Returns base model and rank of a run; the rank is None before it was created. Raises Refused (404) for a run
+        that is not known."""
         model_id = bodies.read("model", bodies.parse(raw))["model_id"]
         options, name = self.operations.model(model_id).options, self.operations.names[0]
         rank = None if options is None else options.rank
@@ -138,7 +140,7 @@ class Api:
 
     async def forward_backward(self, request, raw):
         """Accepts a forward_backward request and returns its promise. Raises Refused (415) for a body that is not
-        protobuf."""
+        protobuf, and as Operations.forward_backward."""
         if not request.headers.get("content-type", "").startswith(wire.CONTENT_TYPE):
             raise Refused(415, f"forward_backward takes {wire.CONTENT_TYPE}: use a tinker SDK of 0.25 or later")
         return self.operations.forward_backward(raw)
@@ -185,13 +187,14 @@ class Api:
                                       "sampleable": True} for name in o.names]}
 
     async def get_session(self, request, raw):
-        """Returns the runs and samplers of a session."""
+        """Returns the runs and samplers of a session, with its metadata. Raises Refused (404) for one that is not
+        known."""
         found = self.operations.session(request.path_params["session"])
         return {"training_run_ids": found["runs"], "sampler_ids": found["samplers"],
                 "user_metadata": found["user_metadata"], "display_name": found["display_name"]}
 
     async def get_sampler(self, request, raw):
-        """Returns the base and the weights of a sampling session."""
+        """Returns the base and the weights of a sampling session. Raises Refused (404) for one that is not known."""
         sampler_id = request.path_params["sampler"]
         found = self.operations.sampling_session(sampler_id)
         return {"sampler_id": sampler_id, "base_model": self.operations.names[0], "model_path": found.path}
@@ -201,8 +204,8 @@ class Api:
         return self._run(request.path_params["run"])
 
     async def training_runs(self, request, raw):
-        """Returns the runs of this process and of saved weights that the user may see, a page of `limit` from `offset`.
-        """
+        """Returns the runs of this process and of saved weights that the user may see, a page of `limit` (default 20)
+        from `offset`. Raises Refused (422) for a limit or offset that is no whole number."""
         names = dict.fromkeys([*self.operations.runs(), *(Address.parse(about["address"]).run
                                                           for about in self.operations.store.list())])
         limit, offset = (_number(request, name, default) for name, default in (("limit", 20), ("offset", 0)))
@@ -210,7 +213,8 @@ class Api:
                 "cursor": {"offset": offset, "limit": limit, "total_count": len(names)}}
 
     async def checkpoints(self, request, raw):
-        """Returns saved weights, the newest first: all that the user may see, or those of a run."""
+        """Returns saved weights, the newest first: all that the user may see, or those of the run in the path. Raises
+        Refused (404) for a run whose name cannot be one."""
         found = [_checkpoint(about) for about in self.operations.store.list(request.path_params.get("run", ""))]
         return {"checkpoints": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
 

@@ -121,9 +121,10 @@ class Sampler:
         self._waiting.append(job)
 
     def work(self, seconds: float) -> None:
-        """Works on jobs for about `seconds`: finishes those of the published version, then publishes the next one.
+        """Begins waiting jobs of one version, then takes samples from the engine for up to about `seconds`.
 
-        Raises what engine or scorer raise; `fail` has to be called then."""
+        A version is published, and its prompts are scored, once no job of another one runs. Raises what engine or
+        scorer raise; `fail` has to be called then."""
         self._admit()
         for result in self.engine.poll(seconds) if self._running else ():
             self._finish(result)

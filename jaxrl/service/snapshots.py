@@ -62,12 +62,14 @@ class Snapshots:
         self._next[model_id] = number
 
     def about(self, model_id: str) -> dict | None:
-        """Returns {"lora", "next", "failure", "loss"} of a run's snapshot without its arrays; None = there is none."""
+        """Returns {"lora", "next", "failure", "loss"} of a run's snapshot without its arrays; None = there is none.
+        Raises OSError for a damaged file."""
         arrays = _read(self._run(model_id), (ABOUT,))
         return None if arrays is None else json.loads(str(arrays[ABOUT]))
 
     def next(self, model_id: str) -> int:
-        """Returns the number of the first task that a run's snapshot does not hold; 0 = there is no snapshot."""
+        """Returns the number of the first task that a run's snapshot does not hold; 0 = there is no snapshot. Raises
+        OSError for a damaged file."""
         if model_id not in self._next:
             about = self.about(model_id)
             self._next[model_id] = 0 if about is None else about["next"]
@@ -92,7 +94,7 @@ class Snapshots:
         return _read(self._version(name))
 
     def has_version(self, name: str) -> bool:
-        """Whether there are weights of a sampling session."""
+        """Returns whether the disk has the weights of a sampling session of this name."""
         return self._version(name).exists()
 
     def prune(self, most: int) -> None:

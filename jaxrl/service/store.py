@@ -74,6 +74,7 @@ class Store:
         overwritten.
 
         Args:
+          address: where to; overwrite: replace other weights there.
           about: what `about` returns, JSON; its entries "request" and "owner" name the request and its user, "expires"
             the time when they are deleted (seconds since 1970), or None.
           write_adapter: writes PEFT's files into a folder that it makes.
@@ -104,20 +105,22 @@ class Store:
             raise
 
     def about(self, address: Address) -> dict:
-        """Returns what was written about weights, with their "address". Weights that have expired are deleted."""
+        """Returns what was written about weights, with their "address". Raises Refused (404) for weights that are not
+        there, are another user's, or have expired, which are deleted."""
         found = self._read(self._of(address))
         if found is None or not is_visible(found.get("owner")):
             raise Refused(404, f"path={str(address)!r}: there are no such weights on this server")
         return found
 
     def adapter(self, address: Address) -> Path:
-        """Returns the folder of weights: PEFT's files, or a whole model's from a server of rank 0."""
+        """Returns the folder of weights: PEFT's files, or a whole model's from a server of rank 0. Raises Refused (404)
+        as `about`."""
         self.about(address)
         return self._of(address)
 
     def moments(self, address: Address) -> dict[str, np.ndarray]:
-        """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused (422) if the
-        weights have none."""
+        """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused: 404 as `about`,
+        422 if the weights have none."""
         self.about(address)
         try:
             with np.load(self._of(address) / OPTIMIZER, allow_pickle=False) as found:
@@ -126,7 +129,7 @@ class Store:
             raise Refused(422, f"path={str(address)!r} has no optimizer state: load it without the optimizer") from None
 
     def delete(self, address: Address) -> None:
-        """Deletes weights from the disk."""
+        """Deletes weights from the disk. Raises Refused (404) as `about`."""
         self.about(address)
         shutil.rmtree(self._of(address))
 

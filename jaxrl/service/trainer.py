@@ -69,9 +69,11 @@ class AdamState(NamedTuple):
 
 
 class LoraOptions(NamedTuple):
-    """What a run's adapter is: rank, seed of A, and which linear maps have one; unembed: the output matrix.
+    """Describes the adapter of a run.
 
-    rank 0: none, all parameters are trained (service.full).
+    Attributes:
+      rank: 0 = no adapter, all parameters are trained (service.full). seed: of the initial A.
+      attention, mlp, unembed: whether the linear maps of attention and of the MLP, and the output matrix, have one.
     """
 
     rank: int
@@ -140,7 +142,9 @@ class SumOfTokens(Objective):
         """Returns (sum of the loss tokens' losses, divided by nothing; {"logprob": [R, S] nats, "losses": [R, S], 0
         where no token is in the loss}).
 
-        The gap of a sequence, a mean over its marked tokens of current minus sampling log-prob, has no gradient."""
+        The gap of a sequence, a mean over its marked tokens of current minus sampling log-prob, has no gradient.
+
+        outputs: of the model's forward pass (training.objective). batch: PackedBatch. entropy_coef: not read."""
         logp, _, _ = outputs.logprobs()
         marked = outputs.mask & (batch.columns["marked"] != 0)
         gap = mean_by_sequence(logp - batch.columns["sampled"], marked, batch.sequences)
@@ -165,15 +169,18 @@ def lora_adapter(model, options: LoraOptions, alpha: float) -> adapters.Adapter:
 
 
 def with_head(model, rank: int):
-    """Returns a model with an adapter of this rank on the output matrix, too."""
+    """Returns a model with an adapter of this rank on the output matrix, too, of scale 1. The model must have an
+    adapter."""
     head = adapters.Target(adapters.HEAD, rank, 1.0)
     adapter = dataclasses.replace(model.adapter, targets=(*model.adapter.targets, head))
     return dataclasses.replace(model, adapter=adapter)
 
 
 def rows_mix(model, unembed: bool) -> bool:
-    """Whether other rows of a pass decide the bits of a row (experts, recurrent layers), or a bank of adapters on the
-    output matrix would have to cross devices: rows are split over them."""
+    """Returns whether other rows of a pass decide the bits of a row (experts, recurrent layers), or a bank of adapters
+    on the output matrix would have to cross devices, since rows are split over them (jax's current mesh).
+
+    unembed: whether adapters may be on the output matrix."""
     mesh = jax.sharding.get_mesh()
     split = not mesh.empty and any(mesh.shape.get(axis, 1) > 1 for axis in ("dp", "fsdp", "cp", "ep"))
     return bool(model.config.num_expert_layers or model.config.num_recurrent or unembed and split)
@@ -300,7 +307,8 @@ class Trainer:
         The loss and its gradient are sums over all targets of the batch, divided by nothing.
 
         Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
-        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too."""
+        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too. If the pass
+        itself raises, they are lost in any case."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])

@@ -92,7 +92,7 @@ class Task:
     Attributes:
       name: for messages. work: run -> result, raises Refused; or a Pass. future: gets the result.
       clears: whether a failure empties the window of gradients. applies: whether it is an optim_step.
-      snapshot: take a snapshot behind it, because it cannot be run again with the same result.
+      snapshot: take a snapshot after it, because it cannot be run again with the same result.
       size: bytes of its body. since: when it was made, by time.monotonic.
       record: called with the result, or with the Refused, and the placement, before the future gets it.
     """
@@ -109,7 +109,7 @@ class Task:
 
 
 class Turn(NamedTuple):
-    """A task that was taken. model_id: of its run, "" = of none."""
+    """A task that was taken. model_id, line: its run and the run's Line; "" and an empty Line = of none."""
 
     model_id: str
     line: Line
@@ -117,7 +117,8 @@ class Turn(NamedTuple):
 
 
 class Worker:
-    """Runs tasks and samples; see the module.
+    """Runs the tasks of runs in their order, and samples between them; see the module. `post`, `check_room` and `stop`
+    may be called by any thread; the one that calls `serve` issues all device programs.
 
     Args:
       trainer: service.trainer.Trainer. sampler: service.sampler.Sampler. snapshots: service.snapshots.Snapshots.
@@ -134,7 +135,8 @@ class Worker:
     # ---- from the HTTP thread
 
     def post(self, task: Task, model_id: str = "", number: int = 0) -> None:
-        """Queues a task, of a run if `model_id` is given. Raises Refused for a number that ran, and while stopping."""
+        """Queues a task, of a run if `model_id` is given. Raises Refused: 422 for a number that ran or is queued, 503
+        while stopping."""
         with self._change:
             if self._stopping:
                 raise Refused(503, "the server is stopping; it answers again once it is restarted")
@@ -148,8 +150,8 @@ class Worker:
             self._change.notify()
 
     def check_room(self, session: str, model_id: str, number: int, size: int, name: str) -> None:
-        """Raises Refused (422) for a number that was used or is AHEAD, and Refused (429) if more requests of a session
-        wait than WAITING_BYTES. One that its run waits for has room always, so that the others can run.
+        """Raises Refused: 422 for a number that was used or is more than AHEAD beyond the next one, 429 if bodies of
+        more than WAITING_BYTES of a session would wait. One that its run waits for has room always.
 
         Args:
           session: id. model_id: of the run. number: of the request in it. size: bytes of its body. name: for messages.

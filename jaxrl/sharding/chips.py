@@ -42,7 +42,8 @@ class Chip(NamedTuple):
 
     @property
     def attainable(self) -> tuple[float, float]:
-        """(share of the peak that large matrix products reach in training, share of the bandwidth when decoding).
+        """Returns (share of the peak that large matrix products reach in training, share of the bandwidth when
+        decoding).
 
         TPU: MaxText's Llama2-70B reaches 65 % on v5p, Llama3.1-8B 46 % on v6e. GPU: MaxText's Llama2-7B on 8 H100
         reaches 50 % with attention counted; engines reach 30 to 60 % of the decoding bound. CPU: an assumption.

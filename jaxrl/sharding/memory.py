@@ -35,7 +35,7 @@ def resting(sharding):
 
 
 def awake(sharding):
-    """Returns the same sharding in the devices' own memory."""
+    """Returns the same sharding in the devices' own memory; unchanged unless it is in host memory."""
     if sharding.memory_kind != HOST:
         return sharding
     return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
@@ -49,8 +49,9 @@ def rests(x) -> bool:
 def moved(tree, shardings):
     """Moves a tree to `shardings`, which may name other devices.
 
-    Devices of different processes cannot send to each other outside of a program. So with more than one process each
-    array is first replicated on its present devices, one array at a time.
+    Devices of different processes cannot send to each other outside of a program. So an array that several processes
+    hold, or shall hold, and that moves to other devices is first replicated on its present ones and copied to host
+    memory, one array at a time.
     """
     def one(x, where):
         near = x.is_fully_addressable and where.is_fully_addressable
@@ -86,15 +87,15 @@ def to_devices(tree):
 
 
 def to_host(tree, where=None):
-    """Moves a tree to host memory, under the same shardings; with `where`, a tree of shardings, only the leaves that
-    are in host memory there. Others are unchanged.
+    """Moves a tree of arrays to host memory, under the same shardings. where: a tree of shardings; only the leaves that
+    are in host memory there move, others are unchanged. None = all move.
     """
     where = jax.tree.map(lambda x: resting(x.sharding), tree) if where is None else where
     return jax.tree.map(lambda x, s: _between(x, s) if s.memory_kind == HOST else x, tree, where)
 
 
 def one_of(x, index: tuple[int, ...]):
-    """Returns x[index], index along the first axes; of an array in host memory, a copy on the devices."""
+    """Returns x[index], index along the first axes (() = x); of an array in host memory, a copy on the devices."""
     if not rests(x):
         return x[index] if index else x
     at = np.ravel_multi_index(index, x.shape[:len(index)]) if index else 0
@@ -110,7 +111,9 @@ def _one_of(x, at, axes):
 
 
 def worth_it(x) -> bool:
-    """Whether an array, or its shape and dtype, is large enough to be kept in host memory."""
+    """Whether an array, or its shape and dtype, is large enough to be kept in host memory: of at least WORTH_IT bytes
+    (1 MiB), and no scalar.
+    """
     return x.ndim > 0 and math.prod(x.shape) * x.dtype.itemsize >= WORTH_IT
 
 
@@ -140,7 +143,9 @@ class Streamed(NamedTuple):
 
 
 def fetched(tree):
-    """Copies every leaf in host memory to the devices' memory. For use inside programs."""
+    """Copies every leaf in host memory to the devices' memory, and returns the tree with a Streamed node replaced by
+    its parameter; other leaves are unchanged. For use inside programs.
+    """
     def one(x):
         if isinstance(x, Streamed):
             return _learning(*x)

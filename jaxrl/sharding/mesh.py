@@ -24,7 +24,7 @@ ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model") 
 def mesh_shape(mesh_config, num_devices: int) -> tuple[int, ...]:
     """Returns the sizes of AXES, with -1 replaced so that the product is `num_devices`; missing axes are 1.
 
-    Raises ConfigError when the sizes cannot cover the devices.
+    Raises ConfigError for a size of 0 or below -1, for more than one -1, and when the sizes cannot cover the devices.
     """
     sizes = [getattr(mesh_config, a, 1) for a in AXES]
     text = ", ".join(f"mesh.{a}={s}" for a, s in zip(AXES, sizes, strict=True))
@@ -48,12 +48,12 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
     """Makes the mesh over all devices (or `devices`), in the order jax finds best for the topology.
 
     If the devices are several TPU slices, joined by the data centre's network, dp runs over slices first, then fsdp;
-    cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and
-    around it ep, then cp join neighbours.
+    cp, ep and tp stay inside a slice. GPUs come in the order of their hosts: tp, the innermost axis, and around it ep,
+    then cp join neighbours.
 
     mesh_config: has the sizes of AXES, -1 for the rest of the devices, as `mesh_shape` reads them.
 
-    Raises ConfigError for sizes that cannot cover the devices, and where cp, ep or tp would have to cross slices.
+    Raises ConfigError as `mesh_shape` does, and where cp, ep or tp would have to cross slices.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(mesh_config, len(devices))
@@ -78,7 +78,9 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
 
 
 def row_parts(mesh_config) -> int:
-    """Returns the number of equal parts rows are cut into: a multiple of mesh.cp of every role that reads them."""
+    """Returns the number of equal parts rows are cut into: the least common multiple of mesh.cp of the policy and of
+    the cp that mesh.roles gives to reference, critic and teacher.
+    """
     roles = mesh_config.roles
     policy = roles.get("policy", {}).get("cp", mesh_config.cp)
     theirs = (roles.get(role, {}).get("cp", 1) for role in ("reference", "critic", "teacher"))
@@ -98,10 +100,11 @@ def check_experts(ep: int, experts: int, name: str = "mesh.ep") -> None:
 
 
 def check_recurrent(sizes, heads: int, where: str = "mesh") -> None:
-    """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers.
+    """Raises ConfigError where a mesh of these sizes, by axis, cannot split recurrent layers: cp times tp must divide
+    `heads`.
 
     heads: their key heads, of which the value heads are a multiple, or these where one key head serves all; 0: the
-    model has no such layers.
+    model has no such layers, and nothing is refused. where: of the mesh, for the message.
     """
     if not heads:
         return
@@ -137,10 +140,14 @@ def indices(text: str, count: int, what: str = "device", of: str = "a process ha
 
 
 def role_meshes(mesh_config, devices=None) -> dict[str, Mesh]:
-    """Returns {role: mesh}; roles without an entry in mesh.roles share the policy's mesh object.
+    """Returns {role: mesh}; roles to which mesh.roles gives no sizes, devices or processes share the policy's mesh
+    object.
 
-    A role has the same slice of the devices of every process, or of some processes. If an entry names devices but no
-    sizes, fsdp takes all of them. Raises ConfigError for devices that do not exist and sizes that do not fit them.
+    A role has the same slice of the devices of every process, or of some processes. Axes that an entry leaves out are
+    1, but fsdp, which takes the devices that the others leave (1 if another axis is -1); the policy's entry leaves out
+    none, since mesh's own sizes stand there.
+
+    Raises ConfigError for devices or processes that do not exist, and for sizes that do not fit them.
     """
     devices = jax.devices() if devices is None else devices
     meshes = {}
@@ -190,7 +197,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def rollout_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh of the same devices, in the same order, for the embedded sampler: cp becomes a part of fsdp.
+    """Returns the mesh of the same devices, in the same order, for the embedded sampler: cp becomes a part of fsdp. It
+    is `mesh` itself where cp is 1.
 
     Rows are not split over cp there. Weights keep their placement, since the rollout layout splits them over neither.
     """

@@ -33,7 +33,7 @@ class Target:
 
     @property
     def per_host(self) -> int:
-        """Number of devices of one process."""
+        """Number of devices of one host, which is one process: the chip's, at most `count`."""
         return min(self.chip.host, self.count)
 
     @property
@@ -49,7 +49,8 @@ def parse(text: str) -> Target:
     """Parses plan.target into a Target.
 
     A TPU slice is given by its shape (v5p:4x4x8) or its number of chips (then the most cubic shape is taken); GPUs and
-    CPU devices by their number, 1 where it is left out. Raises ConfigError, naming the nearest chip, for anything else.
+    CPU devices by their number; 1 where it is left out. Raises ConfigError for anything else, for an unknown chip
+    (naming the nearest), and for more than MOST (65,536) devices.
     """
     name, colon, size = text.strip().lower().partition(":")
     if name not in CHIPS:

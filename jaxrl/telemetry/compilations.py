@@ -76,8 +76,8 @@ class BackgroundCompiler:
         return coming is not None and (coming.running() or coming.done())
 
     def take(self, key):
-        """Returns a program, waiting until it is ready; raises what its compilation raised. None if its compilation has
-        not started, which is then cancelled: the caller compiles it sooner."""
+        """Returns a program, waiting until it is ready; raises what its compilation raised. None if none is queued
+        under `key`, or its compilation has not started, which is then cancelled: the caller compiles it sooner."""
         coming = self.coming.pop(key, None)
         if coming is None or coming.cancel():
             return None

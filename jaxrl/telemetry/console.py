@@ -56,7 +56,14 @@ class Progress:
 
 
 class SilentConsole:
-    """The console of log.console=off, and the interface of all consoles."""
+    """The console of log.console=off, which shows nothing, and the interface of all consoles.
+
+    Args:
+      total_steps: what the run aims at. title: of the live table. stream: text file to write to.
+
+    Attributes:
+      progress: Progress of the run.
+    """
 
     def __init__(self, total_steps: int, title: str, stream):
         self.progress = Progress(total_steps)
@@ -69,13 +76,13 @@ class SilentConsole:
         """Reports the phase that has just started; "" between phases."""
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """Shows the metrics of a finished step."""
+        """Shows the metrics of a finished step. scalars: metric -> value, names as in names.py."""
 
     def print(self, text: str) -> None:
         """Shows a message."""
 
     def sample(self, step: int, name: str, record: dict) -> None:
-        """Shows a sampled conversation of an evaluation."""
+        """Shows a sampled conversation of an evaluation. name: of the set. record: of rl.trajectories.records."""
 
     def close(self) -> None:
         """Restores the terminal."""
@@ -85,11 +92,12 @@ class PlainConsole(SilentConsole):
     """Prints one line per step, greppable: `step 12/100  reward 0.512  acc 45.0% ... 1.92s (rollout 1.10 update
     0.75)`.
 
-    If nothing was printed for FIRST seconds, or for twice the time of the fastest step, it prints the current phase,
-    then again after twice as long each time. A thread does this; `phase` starts it and `close` ends it.
+    If nothing was printed for a while, it prints the current phase: first after twice the time of the fastest step, at
+    least FIRST and at most LONGEST seconds (FIRST before two steps are done); then when the silence has doubled,
+    LONGEST seconds later at most. A thread does this; `phase` starts it and `close` ends it.
 
     Args:
-      clock: seconds, monotonic.
+      total_steps, stream: as SilentConsole. title: not shown. clock: seconds, monotonic.
     """
 
     LABELS = {"policy/kl": "kl", "optim/grad_norm": "grad", "rollout/zero_signal_fraction": "zero-signal",
@@ -116,7 +124,7 @@ class PlainConsole(SilentConsole):
             self._thread.start()
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """Prints one line with a step's metrics."""
+        """Prints one line with a step's metrics: those of the console's columns, seconds by phase, the time left."""
         self.progress.advance(step)
         parts = [f"step {step}/{self.progress.total}"]
         parts += [f"{self.LABELS.get(m.name, m.header)} {show(m, scalars[m.name])}"
@@ -152,7 +160,7 @@ class PlainConsole(SilentConsole):
         self.print("\n".join(lines))
 
     def sign_of_life(self) -> str:
-        """Returns the progress line that is due; "" for none."""
+        """Returns the progress line that is due, and puts off the next one; "" if none is due."""
         now, name, since = self._clock(), self._phase, self._since
         if now - self._heard < self._patience:
             return ""
@@ -197,7 +205,8 @@ def encodes(stream, text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Returns a model's text without control characters, so that a completion cannot control the terminal."""
+    """Returns a model's text with U+FFFD in place of every character but line ends and tabs that str.isprintable
+    refuses (control characters, also no-break spaces and joiners), so that a completion cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

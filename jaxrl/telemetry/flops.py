@@ -70,8 +70,8 @@ class Operations:
         return float(self._token * tokens), float(self._pair * seen + self._rule * tokens)
 
     def generation(self, traj) -> float:
-        """Returns the operations of a rollout (Trajectories): prompts once per group, then every sampled token
-        except each completion's last; the head once for each loss token."""
+        """Returns the operations of a rollout (Trajectories): each shared prompt once, then every token after the
+        prompts except the last of each sequence; the head once for each loss token."""
         first = np.unique(traj.prefix, return_index=True)[1]
         prompts = self.layers(np.zeros(len(first)), traj.prompt_lengths[first])
         sampled = self.layers(traj.prompt_lengths, traj.lengths - 1)
@@ -105,8 +105,8 @@ class Operations:
 
         Args:
           traj: Trajectories.
-          shared: count prompts once per group.
-          head: log-probs are computed (else values).
+          shared: count each shared prompt once.
+          head: log-probs are computed (else values); then without the tower where its features are kept.
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)
         if self._kept and head:
@@ -122,7 +122,7 @@ class Operations:
 
         Args:
           traj: Trajectories.
-          shared: count prompts once per group.
+          shared: count each shared prompt once.
           head: the policy's update; False = a critic's, which trains as a whole and has no head.
         """
         matrices, attention, of_patches, pairs = self._forward(traj, shared)

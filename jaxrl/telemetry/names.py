@@ -164,8 +164,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
            "tok/s", "count"),
     Metric("engine/<name>", "vLLM, summed over servers: running, waiting, kv_cache_use, preemptions, prefix_queries, "
-           "prefix_hits as its engines count them; restarts, reissued requests, servers_lost, given_up requests of this run, "
-           "unrouted completions, whose experts did not arrive whole"),
+           "prefix_hits as its engines count them, absent while a ready server does not report them; restarts, reissued "
+           "requests, servers_lost, given_up requests of this run, unrouted completions, whose experts did not arrive whole"),
     Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights"),
     Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),

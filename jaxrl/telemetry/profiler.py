@@ -20,7 +20,7 @@ def memory_steps(profile, process: int) -> tuple:
 class Profiler:
     """Traces the steps first..last (both included) into `folder`; TensorBoard and Perfetto open it.
 
-    profiler.at(completed)     told before the first step and whenever one is completed, with growing numbers
+    profiler.at(completed)     call it before the first step and after each completed one, with growing numbers
 
     The trace begins when the step before `first` is completed, or at once where a run resumes between the two, and
     ends when `last` is, or in `close`. A run that is past `last` traces nothing.
@@ -49,7 +49,8 @@ class Profiler:
         self._step = None  # the annotation of the step that is being traced
 
     def at(self, completed: int) -> None:
-        """Starts or ends the trace, and writes memory profiles, when a step is completed."""
+        """Starts or ends the trace and writes the memory profile of a completed step. completed: its number, 0 = before
+        the first step."""
         self._leave_step()
         if completed in self._memory:
             Path(self._folder).mkdir(parents=True, exist_ok=True)

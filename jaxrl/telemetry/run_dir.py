@@ -24,8 +24,8 @@ OWN_FILES = ("metrics.jsonl", "summary.json", "report.html", "rollouts", "record
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file through a temporary one and a rename, so that readers and killed runs see the old
-    or the new content.
+    """Writes a file through a temporary one and a rename, so that readers and killed runs see the old or the new
+    content. Makes its folder. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -37,9 +37,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Converts numpy scalars and arrays to plain values, and non-finite numbers to the strings "nan", "inf", "-inf".
-
-    Strict JSON has no such numbers; `float()` reads the strings back.
+    """Returns a value as strict JSON can hold it: numpy scalars and arrays as numbers and lists, tuples as lists, keys
+    as text, non-finite numbers as the strings "nan", "inf", "-inf" (`float()` reads them back), other objects as str().
     """
     if isinstance(value, dict):
         return {str(k): jsonable(v) for k, v in value.items()}

@@ -114,7 +114,7 @@ class JsonLines:
 
 @contextmanager
 def hide_module(name: str):
-    """Context in which imports do not find this module, unless it is imported already."""
+    """Returns a context in which imports do not find this module, unless it is imported already."""
     if name in sys.modules:
         yield
         return
@@ -201,7 +201,7 @@ class Wandb:
         self._run.log({"step": step, **scalars})
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Puts a text into the run's summary."""
+        """Puts a text into the run's summary, under its tag, in place of an earlier one. step is not kept."""
         self._run.summary[tag] = text
 
     def close(self) -> None:

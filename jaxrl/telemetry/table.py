@@ -38,7 +38,9 @@ RANGES = {  # a value outside its range is shown in yellow
 
 
 class TableConsole(SilentConsole):
-    """The live table: rows in the scroll-back, a panel below them."""
+    """The live table of a terminal: one row per step in the scroll-back, a panel with the progress below them.
+
+    total_steps, title, stream: as SilentConsole."""
 
     def __init__(self, total_steps: int, title: str, stream):
         super().__init__(total_steps, title, stream)
@@ -167,7 +169,8 @@ def _width(metric) -> int:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Returns the course of a value in at most `width` characters, each the mean of its share of the points."""
+    """Returns the course of a value in at most `width` characters, each the mean of its share of the points; values
+    that are not finite are left out, "" without any."""
     values = [v for v in values if v == v and abs(v) != float("inf")]
     if not values:
         return ""

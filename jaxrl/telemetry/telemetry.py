@@ -45,9 +45,9 @@ class Telemetry:
     """Console, metrics.jsonl, rollouts, summary.json, TensorBoard, W&B and the user's sinks of one run.
 
     metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another.
-    A sink that fails is said once and tried again at the next step; one that hangs for FLUSH_SECONDS is left out from
-    then on. No sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises
-    while there are any.
+    A sink that fails is logged once and tried again at the next step; one that hangs for FLUSH_SECONDS is disabled. No
+    sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises while there
+    are any.
 
     Args:
       run_dir: created if need be; locked against a second run until `close`.
@@ -146,7 +146,8 @@ class Telemetry:
                       "checkpoint counts before they are on disk", step, path, error.strerror)
 
     def rollouts(self, step: int, records: list[dict]) -> None:
-        """Writes rollouts/step_<step>.jsonl atomically, unless log.rollouts is off; now and then shows some as text.
+        """Writes rollouts/step_<step>.jsonl atomically, in a thread, unless log.rollouts is off; at step 1 and every
+        SAMPLES_EVERY steps passes log.print_samples of them to the sinks as text. records: of rl.trajectories.records.
         Raises OSError if the disk has accepted nothing for FLUSH_SECONDS.
         """
         if step == 1 or step % SAMPLES_EVERY == 0:
@@ -188,7 +189,8 @@ class Telemetry:
                 self.text(f"sample/{name}/{i}", sample_text(record), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Passes a text to the sinks that show text, under a tag. Returns at once; a sink that fails is logged once."""
+        """Passes a text to the sinks that show text, under a tag. Returns at once, unless a sink's queue is full (then
+        within FLUSH_SECONDS); a sink that fails is logged once."""
         for name, sink in self._sinks.items():
             if hasattr(sink, "text"):
                 self._later(name, lambda sink=sink: sink.text(tag, text, step))
@@ -209,14 +211,15 @@ class Telemetry:
         self._try("console", lambda: self.console.print(text))
 
     def summary(self, values: dict) -> dict:
-        """Merges values (JSON-able) into summary.json atomically and returns the whole."""
+        """Merges values (JSON-able) into summary.json atomically and returns the whole; a silent telemetry writes
+        nothing and returns `values`."""
         return values if self._silent else merge_json(self.run_dir / "summary.json", values)
 
     def flush(self) -> None:
         """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
         A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or the rollouts are
-        not on disk.
+        not on disk. Does nothing after `close`.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
@@ -315,6 +318,8 @@ def open_console(run_dir, config, silent: bool = False) -> SilentConsole:
 def make_console(mode: str, total_steps: int, title: str, stream=None) -> SilentConsole:
     """Returns the console of `log.console`: auto is the table on a terminal that can show it, else plain lines (also
     in notebooks). Characters that the stream cannot encode are shown as question marks.
+
+    mode: auto, table, plain or off. total_steps, title: as SilentConsole. stream: None = standard output.
     """
     stream = stream or sys.stdout
     if mode == "auto":
@@ -329,8 +334,8 @@ def make_console(mode: str, total_steps: int, title: str, stream=None) -> Silent
 
 
 def sample_records(records: list[dict], count: int, seed: int, step: int) -> list[dict]:
-    """Returns at most `count` records of different prompts; different ones at every step, the same in every
-    run with this seed.
+    """Returns at most `count` records of different prompts, drawn by seed and step: anew at every step, the same in
+    every run with this seed and these records.
     """
     draw = random.Random(f"{seed} {step}")
     of: dict[str, list[dict]] = {}

@@ -108,7 +108,8 @@ def make_scaled(model, objectives: dict):
     """Returns scaled(trainable, frozen, batch, stats) -> ([] sum of the adapters' losses, metrics of all adapters).
 
     A token's weights count for the adapter of the token that predicts it and are 0 for the others. In fp16 each
-    adapter's loss is multiplied by the adapter's loss scale before the sum.
+    adapter's loss is multiplied by the adapter's loss scale before the sum. Metrics are named adapter/<name>/<metric>,
+    with `held`, 1 if the step has tokens of the adapter. Temperature and chunk are those of the first objective.
 
     Args:
       model: jaxrl.models.Model with an adapter set.
@@ -166,10 +167,10 @@ def make_apply(optimizers: Optimizers, applies: list):
 
 
 def mean_over_adapters(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds, under each unprefixed name, a metric's mean over the adapters that have tokens in the step.
+    """Returns the metrics with, under each unprefixed name, the mean over the adapters that have tokens in the step.
 
-    Metrics that are maxima ("/max", "_max") are combined by maximum. The metrics of adapters without a token in the
-    step are dropped. Without an adapter set the metrics are returned unchanged.
+    Metrics whose names end in "/max" or "_max" are combined by maximum. The metrics of adapters without a token in the
+    step are dropped, and so is `held` of all adapters. Without an adapter set the metrics are returned unchanged.
 
     Args:
       metrics: of one optimizer step, numbers on the host.

@@ -24,9 +24,10 @@ TEACHER = "teacher"  # node of the parameters that holds the teacher's head
 class Distillation(Objective):
     """Minimises (1 - ce) coef sum_t w_policy divergence_t - ce sum_t w_positive logp_t.
 
-    With `teacher` the divergence is over the whole vocabulary, from the column "teacher_hidden" and the head that the
-    parameters hold under TEACHER (as wide as the student's). Without it, the divergence is over the columns
-    "teacher_ids" (-1 = no token) and "teacher_logprobs" (nats).
+    With `teacher` the divergence is over the first `vocab` ids of the whole vocabulary, from the column
+    "teacher_hidden" [R, S, E] and the head that the parameters hold under TEACHER (as wide as the student's). Without
+    it, the divergence is over the columns "teacher_ids" [R, S, K] int (-1 = no token) and "teacher_logprobs" [R, S, K]
+    (nats).
 
     Attributes:
       temperature: of the student.
@@ -36,7 +37,7 @@ class Distillation(Objective):
       coef: factor on the divergence.
       ce: share of the cross-entropy on demonstrations, whose weights are w_positive; read if > 0.
       teacher: the teacher's Model, or None.
-      vocab: ids that student and teacher have in common.
+      vocab: number of ids that student and teacher have in common; 0 = all. Read with `teacher` alone.
       teacher_temperature: of the teacher's whole distributions; columns of log-probs have it applied already.
     """
 

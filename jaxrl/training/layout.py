@@ -21,7 +21,9 @@ from jaxrl.types import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sequences of a row that share one copy of their prompt; `sequences` are indices into the batch."""
+    """Sequences of a row that share one copy of their prompt; `sequences` are indices into the batch. `tokens` and
+    `patches` (of images) count the prompt once and all completions; of a model with recurrent layers `tokens` are the
+    longer lengths for which make_layout leaves room."""
 
     sequences: tuple[int, ...]
     tokens: int  # prompt once + all completions, as `make_layout` counts them
@@ -39,7 +41,8 @@ class Room(NamedTuple):
         return tokens <= self.tokens and patches <= self.patches
 
     def fill(self, tokens: int, patches: int) -> int:
-        """Returns a measure of the larger of two shares of the row: of its tokens, of its patches."""
+        """Returns the larger of two shares of this room, of its tokens and of its patches, times its tokens x patches
+        (tokens alone without room for patches): an int that orders blocks for one room."""
         return max(tokens * max(self.patches, 1), patches * self.tokens)
 
     def less(self, tokens: int, patches: int) -> Room:
@@ -91,8 +94,9 @@ class Layout:
     total_patches: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Returns the shares of packed positions, and of the places in chunks, that hold a token; of the room for
-        patches, the share that holds one."""
+        """Returns packing/efficiency, the share of packed positions that hold a token; packing/chunk_fill, tokens over
+        the places in chunks, for a model with recurrent layers; packing/patch_fill, the share of the room for patches
+        that holds one, for data with images."""
         shares = {"efficiency": (self.used_tokens, max(self.total_tokens, 1)),
                   "chunk_fill": (self.used_tokens, self.chunk_tokens),
                   "patch_fill": (self.used_patches, self.total_patches)}
@@ -146,7 +150,10 @@ def row_shapes(row_lengths, longest: int, tokens_per_microbatch: int, shards: in
       windows: of the model's layers, 0 = none.
       recurrent: whether the model has recurrent layers.
 
-    Raises ConfigError for row lengths that cannot be cut, are more than two, or are shorter than `longest`.
+    Returns RowShapes without room for patches.
+
+    Raises ConfigError for row lengths that are no multiples of 8 * ranks (with ranks > 1), for more than two of them,
+    and if the greatest is shorter than `longest`.
     """
     unit = row_unit(ranks)
     lengths: tuple[int, ...] = tuple(sorted(row_lengths)) or (-(-longest // unit) * unit,)

@@ -67,7 +67,9 @@ class Outputs:
         self.hidden, self.auxiliary = forward_hidden(model, params, batch)
 
     def of(self, batch, objective: Objective) -> Outputs:
-        """Returns the outputs of the same forward pass with another objective and with the weights of `batch`."""
+        """Returns the outputs of the same forward pass with another objective and with the weights of `batch`.
+
+        Log-probs and entropies are still those of the first objective's temperature, 0 outside its mask."""
         part = copy.copy(self)
         part.batch, part.objective, part.token = batch, objective, batch.weights["token"]
         part.mask = part.token > 0
@@ -88,13 +90,14 @@ class Outputs:
         return logp, entropy, {"policy/entropy": mean(entropy), "policy/logprob": mean(logp)}
 
     def values(self):
-        """Returns the values [R, S] of the value head at all slots, not masked."""
+        """Returns the values [R, S] of the value head, in fp32 or better, at all slots, not masked. Raises KeyError for
+        parameters without a value head."""
         return values(self.params, self.hidden)
 
 
 class LossScale(NamedTuple):
     """Dynamic loss scaling of fp16: the factor on the loss doubles after `window` finite updates in a row and is halved
-    at each overflow from the `patience`-th in a row on, between `min` and `max`.
+    at each non-finite update from the `patience`-th in a row on, between `min` and `max`.
 
     initial: the first factor."""
 
@@ -153,9 +156,9 @@ class Objective:
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def stops(self, already, metrics):
-        """Returns [] bool: whether this optimizer step and the RL step's remaining ones are skipped.
+        """Returns [] bool: whether this optimizer step and the RL step's remaining ones are skipped; here `already`.
 
-        already: [] bool, whether an earlier step was skipped. metrics: of this optimizer step."""
+        already: [] bool, whether an earlier optimizer step of the RL step was skipped. metrics: of this one."""
         return already
 
 
@@ -166,6 +169,8 @@ class NextToken(Objective):
     def loss(self, outputs, batch, entropy_coef=None):
         """Returns (-sum of the weights "policy" [R, S] times log-probs in nats, []; policy/entropy and policy/logprob,
         token means without gradient).
+
+        outputs, batch: as of Objective.loss. entropy_coef: not read.
         """
         logp, _, metrics = outputs.logprobs()
         return -jnp.sum(batch.weights["policy"] * logp), metrics
@@ -178,7 +183,9 @@ class Score(Objective):
     @jax.named_scope("score")
     def loss(self, outputs, batch, entropy_coef=None):
         """Returns (sum of the weights "policy" [R, S] times the value head's scores where the weight "token" is
-        positive, []; no metrics)."""
+        positive, []; no metrics).
+
+        outputs, batch: as of Objective.loss. entropy_coef: not read."""
         return jnp.sum(batch.weights["policy"] * jnp.where(outputs.mask, outputs.values(), 0)), {}
 
 
@@ -197,10 +204,10 @@ class Value(Objective):
 
     @jax.named_scope("critic")
     def loss(self, outputs, batch, entropy_coef=None):
-        """Returns (sum of the weights "token" times algorithms.value_loss, metrics value/loss, value/clip_fraction,
-        value/mean).
+        """Returns (sum of the weights "token" [R, S] times algorithms.value_loss, []; metrics value/loss,
+        value/clip_fraction and value/mean, token means without gradient).
 
-        Reads the columns "old_value" and "return"."""
+        outputs, batch: as of Objective.loss, with the columns "old_value" and "return". entropy_coef: not read."""
         predicted, token = outputs.values(), outputs.token
         old, returns = batch.columns["old_value"], batch.columns["return"]
         token_loss, stats = value_loss(predicted, old, returns, outputs.mask, self.clip)
@@ -216,7 +223,7 @@ class Value(Objective):
 class PolicyGradient(Objective):
     """Minimises the policy's loss in reinforcement learning:
 
-    sum_t w_policy * (factor * policy loss + kl.coef * kl) - entropy_coef * w_token * entropy
+    sum_t w_policy * (factor * policy loss + kl_coef * kl) - entropy_coef * w_token * entropy
     + positive_nll_coef * w_positive * nll + value_coef * value loss; factor = mismatch weight and sequence mask.
 
     Attributes:
@@ -241,20 +248,24 @@ class PolicyGradient(Objective):
 
     @property
     def scores_old(self) -> bool:
-        """Whether ratios are taken to the column "old"; otherwise they are 1 by construction."""
+        """Whether ratios are taken to the column "old" (algorithm.old_logprobs is not "current"); otherwise to the
+        current policy without gradient, so that they are 1 by construction."""
         return self.options.old_logprobs != "current"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Roles whose log-probs or values the loss needs: of "old", "reference" and "critic"."""
+        """Whose log-probs or values a step needs: "old" if old_logprobs is "recompute", "reference" if kl.coef is set,
+        "critic" with the advantage gae.
+        """
         o = self.options
         return (*["old"] * (o.old_logprobs == "recompute"), *["reference"] * bool(o.kl.coef),
                 *["critic"] * (o.advantage == "gae"))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Token columns that the loss reads: always behaviour and advantage; by the algorithm's options staleness,
-        behind_image, old, ref, support, and return with old_value.
+        """Token columns of the batch: always behaviour and advantage; staleness and behind_image if the gap is shown by
+        them; old unless old_logprobs is "current"; ref if kl.coef is set; support with sampled_support; with the
+        advantage gae return and old_value, which the loss reads only with a value head on the policy's trunk.
         """
         o = self.options
         return ("behaviour", "advantage", *["staleness"] * bool(self.staleness),
@@ -286,6 +297,8 @@ class PolicyGradient(Objective):
           entropy_coef: [] adaptive coefficient of the entropy bonus; None = options.entropy_coef.
 
         Returns ([] sum of weight * token loss; {metric: [] contribution of the microbatch}).
+
+        Raises as `policy_terms`.
         """
         logp, entropy, metrics = outputs.logprobs()
         loss, more = self.policy_terms(logp, entropy, batch, outputs.token, outputs.mask, entropy_coef)
@@ -298,7 +311,7 @@ class PolicyGradient(Objective):
     def policy_terms(self, logp, entropy, batch, token, mask, entropy_coef):
         """Computes all terms of the policy's loss from log-probs and entropies [R, S]: policy loss, KL, entropy bonus,
         positive NLL. Policy loss and KL have the weight "policy", the entropy bonus the weight "token", the NLL
-        "positive".
+        "positive". The policy loss alone is also multiplied by algorithm.mismatch's weight and sequence mask.
 
         Args:
           logp, entropy: [R, S] of the current policy, in nats, with gradient.
@@ -308,7 +321,7 @@ class PolicyGradient(Objective):
 
         Returns ([] weighted sum of the terms; {metric: [] contribution of the microbatch}).
 
-        Raises ConfigError, while tracing, for a user's policy loss that fails (`applied_policy_loss`).
+        Raises, while tracing, what `applied_policy_loss` raises: ConfigError for a user's policy loss that fails.
         """
         o, weight, columns, fixed = self.options, batch.weights["policy"], batch.columns, jax.lax.stop_gradient(logp)
         old = columns["old"] if self.scores_old else fixed
@@ -387,7 +400,10 @@ class PolicyGradient(Objective):
             yield "rollout/text_fraction", "gap/text", mask & ~behind
 
     def stops(self, already, metrics):
-        """Returns `already`, or whether policy/ratio_mean or policy/approx_kl exceeds its early_stop bound: [] bool."""
+        """Returns [] bool: `already`, or whether policy/ratio_mean is above early_stop_ratio or policy/approx_kl above
+        early_stop_kl; a bound of 0 is not applied.
+
+        already: [] bool, whether an earlier optimizer step of the RL step was skipped. metrics: of this one."""
         o = self.options
         if o.early_stop_ratio:
             already |= metrics["policy/ratio_mean"] > o.early_stop_ratio
@@ -396,10 +412,11 @@ class PolicyGradient(Objective):
         return already
 
     def entropy_coefs(self, stats, entropy):
-        """Returns the next stats of the adaptive entropy bonus: "entropy_coef", and "entropy_applied", 0 where entropy
-        is above the target.
+        """Returns the next stats of the adaptive entropy bonus, [] each: "entropy_coef", entropy_rate
+        higher below the target and lower above it, within [0, entropy_max]; and "entropy_applied", the same, or 0 where
+        entropy is above the target.
 
-        stats: those of the state. entropy: [] token mean of this step, in nats."""
+        stats: those of the state. entropy: [] token mean of this optimizer step, in nats."""
         o = self.options
         coef, _ = adaptive_entropy_coef(stats["entropy_coef"], entropy, o.entropy_target, o.entropy_rate, o.entropy_max)
         coef = coef.astype(stats["entropy_coef"].dtype)
@@ -412,8 +429,9 @@ def applied_policy_loss(tokens: Tokens, options):
     Args:
       tokens: inputs of the loss. options: the resolved config.algorithm with `user`; passed on as the loss's cfg.
 
-    Raises ConfigError, while tracing, if a user's function raises, or returns anything but a loss of the shape of
-    tokens.logp in floating point and a dict; ValueError for a name that is not registered.
+    Raises, while tracing: ConfigError if the function of an import path cannot be imported or raises, or if any loss
+    returns anything but a tuple of a floating-point array of the shape of tokens.logp and a dict; what a registered
+    loss raises, unchanged; ValueError for a name that is not registered.
     """
     name, shape = options.policy_loss, tokens.logp.shape
     wanted = "a loss per token with the shape and dtype of tokens.logp, and a dict to log (docs/guides/extend.md)"
@@ -448,7 +466,8 @@ def _file_of(name: str) -> str:
 def find_policy_loss(name: str):
     """Returns the policy loss registered as `name`, or the function of an import path such as "./my_loss.py:f".
 
-    It takes (Tokens, options) and returns (loss [R, S], stats). Raises ValueError for a name that is not registered."""
+    It takes (Tokens, options) and returns (loss [R, S], stats). Raises ValueError for a name that is not registered,
+    and whatever the import raises."""
     return imported(name) if ":" in name else policy_loss(name)
 
 

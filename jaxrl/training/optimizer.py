@@ -90,9 +90,9 @@ BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at 
 def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], layers: dict[str, tuple] | None = None):
     """Returns (optax transformation over a flat dict of parameters, schedule).
 
-    Weight decay is decoupled (adamw, lion, adafactor) and skips vectors: biases, convolutions, and parameters with at
-    most one axis besides "layers". `optimizer.groups` maps name patterns to {lr: multiplier, weight_decay: value}; the
-    first match wins.
+    Weight decay is decoupled and of adamw, lion and adafactor alone. It skips vectors: biases, convolutions, DoRA's
+    magnitudes, and parameters with at most one axis besides "layers". `optimizer.groups` maps name patterns to {lr:
+    multiplier, weight_decay: value}; the first match wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
     Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone, so weight
@@ -105,8 +105,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
       layers: parameter name -> numbers of its layers (models.decoder.layers_of), more than one if it is stacked; needed
         only with layer_decay.
 
-    Raises ConfigError for unknown keys of a group and for a pattern that matches no parameter; TypeError for
-    layer_decay without layers.
+    Raises ConfigError for unknown keys of a group, a pattern that matches no parameter, and a name that is neither
+    jaxrl's nor can be imported; TypeError for layer_decay without layers.
     """
     if config.layer_decay != 1 and layers is None:
         raise TypeError("optimizer.layer_decay needs the argument layers, the layer numbers of every parameter")
@@ -185,7 +185,7 @@ ADAPTERS_OWN = ("lr", *CRITICS_OWN)
 
 def critics_optimizer(config):
     """Returns the critic's optimizer config: config.optimizer with critic.lr and the entries of critic.optimizer,
-    without groups, whose patterns are of the policy's names.
+    without groups, whose patterns are of the policy's names. config: of the job.
     """
     c = editable(config)
     for name, value in config.critic.optimizer.items():
@@ -197,7 +197,8 @@ def critics_optimizer(config):
 
 
 def adapters_optimizer(config, adapter: str):
-    """Returns an adapter's optimizer config: config.optimizer with the adapter's entries in lora.adapters."""
+    """Returns an adapter's optimizer config: config.optimizer with those of the adapter's entries in lora.adapters that
+    ADAPTERS_OWN names; others are left out."""
     c = editable(config)
     for name, value in config.lora.adapters[adapter].items():
         if name in ADAPTERS_OWN:
@@ -211,7 +212,7 @@ def _decays(name: str, axes) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError unless `optimizer.name` is one of jaxrl's or the import path of an optax factory."""
+    """Raises ConfigError unless `optimizer.name` is one of jaxrl's or an import path, which is imported."""
     if name not in _NAMED:
         _imported(name)
 

@@ -29,15 +29,18 @@ def pack(
     Args:
       traj: the ragged batch.
       micro: where its sequences go.
-      columns: name -> [T] or [T, K] per token; integers stay integers, bfloat16 stays bfloat16. The column `routes`
-        [T, n * K] goes by packed tokens, not by loss tokens: into PackedBatch.routes, -1 where there is none.
+      columns: name -> [T] or [T, K] per token; signed integers become int32, bfloat16 stays bfloat16, all others (bool
+        and unsigned, too) become `dtype`. The column `routes` [T, n * K] goes by packed tokens, not by loss tokens:
+        into PackedBatch.routes, int16, -1 where there is none.
       weights: loss term -> [T]; 0 where a token does not count.
-      dtype: of columns and weights.
+      dtype: of weights and of those columns.
 
     Returns:
       PackedBatch in host memory. Loss slots are front-packed in each row, or in each of its parts where it is cut
       (micro.ranks); unused slots have weight 0, source 0 and target 0. Segment ids count from 1 in each row: prompt,
-      then its completions. Tokens of a cut row are in the order of training.ranks.
+      then its completions. Tokens of a cut row are in the order of training.ranks. `adapters` are those of
+      traj.columns["adapter"]; `images` is None where these rows have none. A first token of a sequence has no slot,
+      and loss on a prompt's tokens counts once per copy of the prompt.
     """
     (row, at, token, *packed), (loss_row, slot, loss_token, *loss) = _positions(traj, micro)
 
@@ -184,13 +187,16 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, chunk=0,
       traj: the ragged batch.
       sequences: int indices of all sequences of the optimizer step.
       aggregation: name of the policy's denominator (algorithms.aggregation_weights: token_mean, sequence_mean ...).
-      max_tokens: the divisor of aggregation "constant". chunk: trajectories in one mean of token_mean, 0 = all.
+      max_tokens: tokens, of the divisor of "constant". chunk: trajectories in one mean of token_mean, 0 = all.
       dropped: [N] bool, trajectories without policy loss; they still count in the denominators.
       keep: [T] bool, tokens with policy loss; the others still count in the denominators.
       positive: [N] bool, trajectories of the positive-example loss; None = there is none.
 
     Returns:
-      {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories}.
+      {"policy": by the aggregation, "token": the plain token mean, "positive": token mean over positive trajectories,
+      unless `positive` is None}.
+
+    Raises ValueError for another aggregation, and for "constant" without max_tokens.
     """
     options = dict(max_tokens=max_tokens, chunk=chunk, dropped=dropped, keep=keep, positive=positive)
     if "adapter" not in traj.columns:

@@ -78,7 +78,8 @@ def imbalance(pairs_RxL: np.ndarray, places_RxL: np.ndarray, ranks: int) -> floa
 
 
 def slots(numbers, counts, length: int, ranks: int) -> np.ndarray:
-    """Returns the places of loss slots in rows of `length`: the same number for each rank, in order, front-packed.
+    """Returns the places of loss slots in rows of `length`, in order and front-packed in each rank's part: ceil(counts
+    / ranks) of each rank, fewer or none of the last ones.
 
     Args:
       numbers: 0, 1, ... of each slot in its row. counts: slots of that row, at most `length`. ranks: parts of a row."""

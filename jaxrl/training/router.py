@@ -41,15 +41,17 @@ def even_load(config):
 def with_load(model, params, load_nxE):
     """Returns the nested parameter tree with each router's load, which its balance term reads, added to its layer.
 
-    load_nxE: [n, E] share of the tokens' places that each expert has; rows add up to 1.
+    model: jaxrl.models.Model. params: its nested tree. load_nxE: [n, E] share of the tokens' places that each expert
+    has; rows add up to 1.
     """
     return _add_arrays(model, params, LOAD, load_nxE)
 
 
 def with_routes(model, params, routes_RxLxnK):
-    """Returns the parameter tree with the experts to use for every token added to each layer that has a router.
+    """Returns the nested parameter tree with the experts to use for every token added to each layer that has a router.
 
-    routes_RxLxnK: [R, L, n * K] integers, see feed_forward.by_token; -1 = not replayed.
+    model: jaxrl.models.Model. params: its nested tree. routes_RxLxnK: [R, L, n * K] integers, see
+    feed_forward.by_token; -1 = not replayed.
     """
     rows, length, _ = routes_RxLxnK.shape
     routes = routes_RxLxnK.reshape(rows, length, model.config.num_expert_layers, -1)

@@ -53,12 +53,13 @@ def logprobs_of(model, params, hidden_RxSxD, batch, *, temperature, chunk, valid
     """Computes (log-prob [R, S], entropy [R, S]) in nats, fp32, of a PackedBatch's targets; 0 where not valid.
 
     Args:
-      hidden_RxSxD: of `forward_hidden`.
+      model: jaxrl.models.Model. params: its nested parameter tree. hidden_RxSxD: of `forward_hidden`.
       batch: PackedBatch; its column `support`, if present, restricts the distribution.
       temperature: logits are divided by it.
       chunk: loss tokens whose logits exist at once.
       valid_RxS: bool, slots that are computed.
-      ids_RxSxK: int token ids, -1 = unused; appends their log-probs [R, S, K] to the tuple, at its end.
+      ids_RxSxK: int token ids, -1 = unused; appends their log-probs [R, S, K] to the tuple, at its end, behind those
+        of `top`.
       top: appends (ids [R, S, top] int32, log-probs [R, S, top] fp32) of the most probable tokens, 0 = none.
     """
     head, tied = model.head(params), model.config.tied
@@ -110,7 +111,8 @@ def make_score(model, *, temperature: float, chunk: int, put, routes: bool = Fal
     the others.
 
     `traj` is the host batch, `layout` a Layout of it. `columns` are token columns by name: "support" [T, K] int
-    restricts the distribution, "routes" [T, n * K] int replays experts; None = traj.columns["support"] if there is one.
+    restricts the distribution, "routes" [T, n * K] int replays experts. They replace the default, which None and {}
+    mean: traj.columns["support"] if there is one.
 
     Args:
       model: jaxrl.models.Model.

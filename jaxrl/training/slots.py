@@ -25,7 +25,7 @@ def scored_behind(prompts, completions, groups, reads=None, prefixes=None, pictu
         sequences then have to have equal prompts.
       pictures: Pictures of the N sequences, or None.
 
-    Raises ValueError for a sequence without tokens.
+    Raises ValueError for a sequence without tokens, and for prompts and completions of different numbers.
     """
     tokens, mask = [], []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

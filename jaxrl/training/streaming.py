@@ -25,8 +25,9 @@ TILE = 16           # rows of a matrix that accelerators lay out together
 def rows_at_once(x, whole: bool = False) -> int:
     """Returns how many rows of a parameter's first axis are updated at a time.
 
-    It is the largest divisor of the axis (for a matrix: a multiple of TILE) whose rows fit into PART_BYTES on one
-    device; if none fits, the smallest one. It is the whole axis if that is split over devices.
+    It is the largest divisor of the axis (for a matrix: a multiple of TILE) whose rows, of 4 bytes a number or more,
+    fit into PART_BYTES on one device; if none fits, the smallest one. It is the whole axis of a vector, of a matrix
+    without such a divisor, and of an axis that is split over devices; 1 for a scalar.
 
     Args:
       x: array, or its shape, dtype and sharding.

@@ -32,7 +32,8 @@ SUMS_TO_MAX = ("gap/max", "old_gap/max", "gap/ratio_max")  # metrics combined by
 
 
 def reduction_of(name: str):
-    """Returns the function that combines a metric's values of two microbatches: sum or maximum."""
+    """Returns the function that combines a metric's values of two microbatches: jnp.maximum for the names of
+    SUMS_TO_MAX, also with an adapter's prefix, jnp.add for all others."""
     return jnp.maximum if adapter_set.without_adapter_prefix(name) in SUMS_TO_MAX else jnp.add
 
 
@@ -156,10 +157,11 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
       schedule: update number -> learning rate, for the metric optim/lr.
       objective: its clipping, loss scaling and limits.
       model: needed if the objective corrects the routers' bias (router_bias_rate).
-      rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming).
+      rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming); None or
+        {} = the whole state is updated at once.
 
     The metrics gain optim/grad_norm (before clipping), optim/lr, optim/skipped (1 or 0), and policy/early_stopped if
-    the objective may stop.
+    the objective may stop; router/load becomes the metrics of router.summarize_load.
     """
 
     @jax.named_scope("optimizer")

@@ -141,9 +141,9 @@ class Guard:
 
 @dataclasses.dataclass
 class InitInfo:
-    """The trainer announces itself. `names`: every tensor a publish must bring. `folder`: its folder's name in
-    /dev/shm. `address`, `key`: of its HTTP server, host:port. `nccl`: id, size and rank of this server's first worker
-    in a new communicator."""
+    """Announces a trainer. `protocol`: its PROTOCOL. `names`: every tensor a publish must bring. `folder`: its folder's
+    name in /dev/shm. `address`, `key`: of its HTTP server, host:port. `nccl`: id (hex), size and rank of this server's
+    first worker in a new communicator. Empty: not used."""
 
     protocol: int
     names: list[str]
@@ -155,8 +155,8 @@ class InitInfo:
 
 @dataclasses.dataclass
 class UpdateInfo:
-    """One chunk. `source`: "shm:<number>", "http:<number>" or "nccl:"; numbers are of the announced trainer. `tensors`:
-    [name, dtype, shape, offset, bytes, SHA-256 or empty] each."""
+    """Describes one chunk. `source`: "shm:<number>", "http:<number>" or "nccl:"; numbers are of the announced trainer.
+    `size`: bytes. `tensors`: [name, dtype, shape, offset, bytes, SHA-256 or empty] each."""
 
     source: str
     size: int
@@ -164,7 +164,7 @@ class UpdateInfo:
 
 
 class Receiver:
-    """What our weight transfer engine does; vLLM's base class brings the rest (model, device, parallel_config)."""
+    """Receives a trainer's weights; vLLM's base class brings the rest (model, device, parallel_config)."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     names = received = frozenset()
@@ -173,8 +173,8 @@ class Receiver:
     nccl = None
 
     def init_transfer_engine(self, init_info):
-        """Connects to the trainer that `init_info` describes. Raises ValueError for another protocol. Part of vLLM's
-        interface."""
+        """Connects to the trainer that `init_info` describes. Raises ValueError for another protocol and what Reader
+        and Nccl raise. Part of vLLM's interface."""
         if init_info.protocol != PROTOCOL:
             raise ValueError(f"jaxrl: the trainer speaks transfer protocol {init_info.protocol}, this plugin "
                              f"{PROTOCOL}; install the same jaxrl on both sides")
@@ -188,7 +188,8 @@ class Receiver:
             self.nccl.join(init_info.nccl["size"], bytes.fromhex(init_info.nccl["id"]), rank)
 
     def start_weight_update(self):
-        """Begins vLLM's layer-wise loading, after closing what a failed update left open. Part of vLLM's interface."""
+        """Begins vLLM's layer-wise loading, after closing what a failed update left open; a tower of which nothing was
+        announced stays loaded. Part of vLLM's interface."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
         model = self.model
@@ -203,7 +204,8 @@ class Receiver:
         initialize_layerwise_reload(model.language_model if leaves_tower else model)
 
     def receive_weights(self, update_info):
-        """Receives one chunk as `update_info` describes it and loads its tensors. Part of vLLM's interface."""
+        """Receives one chunk as `update_info` describes it and loads its tensors. Raises what `load` and Reader.open
+        raise. Part of vLLM's interface."""
         import torch
 
         if update_info.source == "nccl:":
@@ -215,7 +217,8 @@ class Receiver:
                 self.load(name, torch.frombuffer(part, dtype=getattr(torch, dtype)).reshape(shape), expected)
 
     def receive_broadcast(self, update_info):
-        """Receives one chunk by NCCL and loads its tensors."""
+        """Receives one chunk by NCCL and loads its tensors. Raises RuntimeError without a communicator or if NCCL
+        fails."""
         import torch
 
         if self.nccl is None:
@@ -244,7 +247,8 @@ class Receiver:
         self.dtypes[name] = tensor.dtype
 
     def finish_weight_update(self):
-        """Finishes vLLM's layer-wise loading after the last chunk. Part of vLLM's interface."""
+        """Finishes vLLM's layer-wise loading after the last chunk; `info` lists missing tensors. Part of vLLM's
+        interface."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         # an error here would leave vLLM in the middle of an update for good: what is missing is told by `info`
@@ -291,7 +295,7 @@ class Nccl:
 
     @staticmethod
     def find() -> str:
-        """Returns the path of NCCL: $JAXRL_NCCL, the installed package's, or the system's."""
+        """Returns the path of NCCL: $JAXRL_NCCL, the installed package's, or the bare name "libnccl.so.2"."""
         try:
             package = importlib.util.find_spec("nvidia.nccl")
         except ModuleNotFoundError:
@@ -306,22 +310,24 @@ class Nccl:
             raise RuntimeError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
 
     def unique_id(self) -> bytes:
+        """Returns NCCL's 128 bytes that name a new communicator. Raises RuntimeError if NCCL fails."""
         out = self.Id()
         self._call("ncclGetUniqueId", ctypes.byref(out))
         return bytes(out)
 
     def join(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Joins the communicator; returns when all `size` members have called it. NCCL has no time limit."""
+        """Joins the communicator `unique_id` as `rank`; waits, without a limit, for all `size` members. Raises
+        RuntimeError."""
         own = self.Id.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(self._communicator), size, own, rank)
 
     def broadcast(self, pointer: int, count: int) -> None:
-        """Queues a broadcast of `count` bytes from `pointer` of rank 0 to `pointer` of the others; does not wait for
-        it."""
+        """Queues a broadcast of `count` bytes from `pointer` of rank 0 to `pointer` of the others; does not wait."""
         at, stream = ctypes.c_void_p(pointer), ctypes.c_void_p()
         self._call("ncclBroadcast", at, at, ctypes.c_size_t(count), self.BYTES, 0, self._communicator, stream)
 
     def abort(self) -> None:
+        """Aborts the communicator, if there is one. Raises RuntimeError if NCCL fails."""
         if self._communicator:
             self._call("ncclCommAbort", self._communicator)
             self._communicator = ctypes.c_void_p()
@@ -329,11 +335,10 @@ class Nccl:
 
 class Reader:
     """Reads chunks of one trainer as memoryviews, from its folder in shared memory or over one kept connection to its
-    address.
+    address, with its key.
 
     Raises ValueError for a folder, an address or a source that no trainer of jaxrl announces: a server must not read
-    other files or call other hosts because a request asks for it.
-    """
+    other files or call other hosts because a request asks for it."""
 
     FOLDER, ADDRESS = r"jaxrl-\w+", r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 
@@ -344,8 +349,8 @@ class Reader:
         self.folder, self.address, self.key, self.connection = folder, address, key, None
 
     def open(self, source: str, size: int) -> memoryview:
-        """Returns a chunk's bytes, a context. source: "shm:N" or "http:N". Raises ValueError for one that was not
-        announced."""
+        """Returns a chunk's `size` bytes, a context. source: "shm:N" or "http:N". Raises ValueError for one that was
+        not announced, OSError or HTTPException if it cannot be read."""
         kind, _, number = source.partition(":")
         if not {"shm": self.folder, "http": self.address}.get(kind) or not re.fullmatch(r"\d+", number, re.ASCII):
             raise ValueError(f"jaxrl: weights from {source!r} were not announced")
@@ -392,8 +397,8 @@ def _mapped(folder: str, name: str, size: int) -> memoryview:
 # ---- telling what is loaded ------------------------------------------------------------------------------------------
 
 def info(worker) -> dict:
-    """Returns what the trainer checks of this worker: versions, model, dtypes, lengths, host, and announced weights
-    that are missing."""
+    """Returns what the trainer checks of this worker, a dict: versions, model, dtypes, lengths, host, adapter rank,
+    images, sleep mode, the number of images with cached features, and announced weights that are missing."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -433,10 +438,9 @@ def machine() -> str:
 def digests(worker) -> str:
     """Returns JSON: HF tensor name -> [SHA-256 of the loaded piece, dtype, shape, axis, [[start, stop], ...]].
 
-    The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them. A
-    piece that the worker holds in a wider dtype than it was sent is cast to the dtype in which it was sent before its
-    hash is taken.
-    """
+    The piece is these slices of the HF tensor, joined along `axis` (axis -1: all of it), as this worker holds them;
+    `dtype` is its dtype. If it was sent in another dtype, its hash is taken after a cast to that. Raises what `pieces`
+    raises."""
     model, engine = worker.get_model(), worker.weight_transfer_engine
     sent, names = getattr(engine, "dtypes", {}), getattr(engine, "names", frozenset())
     rates = getattr(engine, "rates", {})
@@ -445,11 +449,10 @@ def digests(worker) -> str:
 
 
 def adapter(worker, path: str) -> str:
-    """Returns JSON: [[SHA-256 of adapter_config.json, SHA-256 of adapter_model.safetensors], number of adapters the
-    worker holds].
+    """Returns JSON: [[SHA-256 of adapter_config.json, of adapter_model.safetensors], number of adapters the worker
+    holds].
 
-    path: the adapter's folder, as this worker's machine sees it.
-    """
+    path: the adapter's folder, as this worker's machine sees it. Raises OSError if a file cannot be read."""
     sums = []
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with open(os.path.join(path, name), "rb") as f:
@@ -470,11 +473,11 @@ def is_of_tower(name: str) -> bool:
 
 
 def pieces(model, sent=frozenset(), rates=None) -> Iterator[tuple]:
-    """Yields (HF name, loaded piece, (axis, [(start, stop), ...])) of every parameter; see `digests` for the slices.
+    """Yields (HF name, loaded piece, (axis, [(start, stop), ...])) of every loaded parameter; see `digests` for the
+    slices.
 
     Fused parameters are taken apart, except those that the HF folder holds fused. sent: names of that folder's tensors.
-    rates: Receiver.rates.
-    """
+    rates: Receiver.rates. Raises ValueError if matrices, sinks or rates made of loaded weights do not match them."""
     for name, piece, place in _pieces(model, sent):
         name = loading.sent_name(model, name)
         if name.endswith(".A"):

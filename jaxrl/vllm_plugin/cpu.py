@@ -14,7 +14,9 @@ import typing
 
 
 def change_vllm() -> None:
-    """Replaces what packs weights or needs packed ones, in this process."""
+    """Replaces, in this process, what packs weights or needs packed ones, and what vLLM's build for CPUs computes
+    wrongly or refuses: experts without a gate, sigmoid routers, rotation of latent attention, generators that are set
+    back. Stands in for torchvision where it is missing."""
     import torch
     from vllm.model_executor.layers import utils
 

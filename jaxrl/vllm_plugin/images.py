@@ -27,25 +27,26 @@ REFUSED = "jaxrl: this server takes finished images alone (`features` of /infere
 
 
 class Info(BaseProcessingInfo):
-    """What vLLM asks of a model's images before it has seen one."""
+    """Tells vLLM how many images, and tokens of one, a prompt may have."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns that a prompt may have any number of images. Part of vLLM's interface."""
+        """Returns {"image": None}: a prompt may have any number of images. Part of vLLM's interface."""
         return {"image": None}
 
     @property
     def image_tokens(self) -> int:
-        """Most tokens of an image, of which vLLM reserves memory: --mm-processor-kwargs, by default a whole prompt."""
+        """Most tokens of an image, for which vLLM reserves memory: `image_tokens` of --mm-processor-kwargs, at most
+        (and by default) max_model_len - 1."""
         given = self.ctx.get_mm_config().mm_processor_kwargs or {}
         return min(int(given.get(IMAGE_TOKENS, 2**30)), self.ctx.model_config.max_model_len - 1)
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the largest number of tokens of an image. Part of vLLM's interface."""
+        """Returns {"image": the largest number of tokens of an image, `image_tokens`}. Part of vLLM's interface."""
         return {"image": self.image_tokens}
 
 
 class NoInputs(BaseDummyInputsBuilder[Info]):
-    """Images are made by `Finished.get_dummy_mm_inputs`."""
+    """Makes no inputs: `Finished.get_dummy_mm_inputs` makes those of vLLM's memory profile."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         """Returns "": prompts are token ids."""
@@ -62,7 +63,10 @@ class Finished(BaseMultiModalProcessor[Info]):
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *, cache=None, scheduler_config=None):
-        """Returns inputs with the largest image, for vLLM's memory profile."""
+        """Returns inputs for vLLM's memory profile: max_model_len zeros as a prompt and one image, whatever `mm_counts`
+        asks.
+
+        The image is as square as whole rows allow, of nearly `Info.image_tokens` tokens: isqrt(n) rows of n // rows."""
         tower, most = self.info.get_hf_config().vision_config, self.info.image_tokens
         merge, channels = tower.spatial_merge_size, getattr(tower, "in_channels", 3)
         height = math.isqrt(most)
@@ -90,7 +94,8 @@ class Finished(BaseMultiModalProcessor[Info]):
 
 
 class TakesPatches:
-    """Of a still image one frame is sent; the tower wants it as often as its first product has frames."""
+    """Mixin for vLLM's models with a tower: a still image comes as one frame, which it repeats `temporal_patch_size`
+    times, as the tower's first product needs."""
 
     takes_patches = True  # jaxrl_info tells it
 
@@ -114,19 +119,19 @@ takes_finished = MULTIMODAL_REGISTRY.register_processor(Finished, info=Info, dum
 
 @takes_finished
 class Qwen3VL(TakesPatches, Qwen3VLForConditionalGeneration):
-    pass
+    """vLLM's Qwen3-VL, served with finished images."""
 
 
 @takes_finished
 class Qwen3VLMoe(TakesPatches, Qwen3VLMoeForConditionalGeneration):
-    pass
+    """vLLM's Qwen3-VL with experts, served with finished images."""
 
 
 @takes_finished
 class Qwen2_5_VL(TakesPatches, Qwen2_5_VLForConditionalGeneration):
-    pass
+    """vLLM's Qwen2.5-VL, served with finished images."""
 
 
 @takes_finished
 class Qwen2VL(TakesPatches, Qwen2VLForConditionalGeneration):
-    pass
+    """vLLM's Qwen2-VL, served with finished images."""

@@ -19,7 +19,8 @@ def loaded_name(model, name: str) -> str:
 
 
 def sent_name(model, name: str) -> str:
-    """Returns the trainer's name of one of vLLM's parameters, which its loaders take, too, but for NAMES."""
+    """Returns the trainer's name of one of vLLM's parameters: vLLM's own name except in NAMES, Granite's routers and
+    Falcon-H1's mixers."""
     for theirs, ours in NAMES.get(type(model).__name__, ()):
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -29,7 +30,7 @@ def sent_name(model, name: str) -> str:
 
 
 def rates(name: str, held, place, received: dict):
-    """Returns the piece of A_log that a worker's rates were made of.
+    """Returns the piece of A_log that a worker's rates were made of, [heads] of this worker, as it was received.
 
     Args:
       name: of the tensor that the trainer sent.
@@ -37,7 +38,7 @@ def rates(name: str, held, place, received: dict):
       place: (axis, [(start, stop)]) of the piece; axis -1 = all of it.
       received: tensors of the last update by name.
 
-    Raises ValueError if the rates were made of other numbers."""
+    Raises ValueError if `name` was not received or the rates were made of other numbers."""
     import torch
 
     if name not in received:
@@ -50,20 +51,22 @@ def rates(name: str, held, place, received: dict):
 
 
 def is_gpt_oss(model) -> bool:
-    """Whether a model is gpt-oss."""
+    """Returns whether vLLM's model is gpt-oss."""
     return type(model).__name__ == "GptOssForCausalLM"
 
 
 def load(model, name: str, tensor, gates: dict) -> None:
-    """Loads one tensor of the trainer's.
+    """Loads one of the trainer's tensors into vLLM's model; of gpt-oss's gates and ups, the pair once both have come.
 
     vLLM's loader of gpt-oss copies sinks, and experts in one stack, past their parameters' loaders, which a reload
     needs. So sinks go through theirs, and experts one by one, as vLLM takes them too: transposed, gate and up in turns.
+    Sinks of a layer that another pipeline stage holds are skipped.
 
     Args:
       name: the trainer's name.
-      gates: (expert, "weight" or "bias") -> (kind, tensor) of a gate or up whose other half has not come; changed.
-    """
+      tensor: torch tensor, whole, on the worker's device; of one expert if `name` has its number.
+      gates: (path of the expert, "weight" or "bias") -> ("gate_proj" or "up_proj", tensor) of the half that came first,
+        until the other comes; changed."""
     import torch
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 

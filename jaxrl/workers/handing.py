@@ -54,7 +54,8 @@ def function_spec(fn, folder: FunctionFolder, who: str = "reward function", anno
       annotations: whether the names in its annotations are needed too.
 
     Raises:
-      ConfigError: impossible, with the remedy: closures, lambdas, no source, globals other than plain values.
+      ConfigError: impossible, with the remedy: closures, lambdas, no source, and globals that cannot be rebuilt. Those
+        that can: plain values, regular expressions, modules, importable names, and functions as this one.
     """
     return _reference_spec(fn) or _source_spec(fn, folder, who, annotations)
 

@@ -14,7 +14,7 @@ MAX_REWARD = 1e15  # absolute value of a reward: sums of squares of larger ones 
 
 
 class LoadError(Exception):
-    """A spec that does not lead to a callable."""
+    """What the user named cannot be loaded, or cannot be used by a worker; the text gives the reason."""
 
 
 def load(spec: str):

@@ -25,7 +25,8 @@ STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 def function_digest(fn, spec: str, before: set[str]) -> str:
     """Returns the digest of a function's code, of the Python version and of everything that it imports: user code by
-    its parsed source, installed packages by name, version and size of the file.
+    its parsed source, installed packages by name, version and size of the file. The standard library does not count.
+    If the code may load files that its text does not name, it is `sources.digest` of the function instead.
 
     Args:
       fn: the function.

@@ -16,7 +16,8 @@ MAX_NEIGHBOURS = 200  # most Python files read from the folder of a function's f
 def digest(functions, before: set[str], files=()) -> str:
     """Returns the digest of the functions' modules, the files next to them, and every module loaded with them.
 
-    User code counts by content, installed packages by the sizes of their files; the folder of a file does not count.
+    User code counts by content, installed packages by the sizes of their files, and the version of Python; the folder
+    of a file and the standard library do not. Of the files next to them at most MAX_NEIGHBOURS per folder count.
 
     Args:
       functions: callables of the user.
@@ -44,7 +45,7 @@ def digest(functions, before: set[str], files=()) -> str:
 
 
 def folder_digest(folder: str) -> str:
-    """Returns a digest of the names and sizes of a folder's files; "" if it is not a folder."""
+    """Returns a digest, 16 hex digits, of the names and sizes of a folder's files; "" if it is not a folder."""
     try:
         found = sorted((e.name, e.stat().st_size) for e in os.scandir(folder) if e.is_file())
     except OSError:

@@ -96,15 +96,14 @@ def _share(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the ids of a process's children, of all its threads; [] if it is gone."""
-    try:
-        found = []
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
-        return found
-    except OSError:
-        return []
+    """Returns the ids of a process's children, of all its threads; [] if it is gone, or the kernel does not tell."""
+    found, tasks = [], ()
+    with contextlib.suppress(OSError):
+        tasks = os.listdir(f"/proc/{pid}/task")
+    for task in tasks:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:  # the thread has ended
+            found += map(int, file.read().split())
+    return found
 
 
 def _end_all() -> None:

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import model_cases
+from helpers.rollout_helpers import random_params
 from helpers.tiers import first_cases
-from helpers.tiny_models import ARCHITECTURES, SIZES, edit_config, make_tiny, make_tokenizer
+from helpers.tiny_models import ARCHITECTURES, EXPERTS, SIZES, edit_config, make_tiny, make_tokenizer
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.errors import ConfigError
 from jaxrl.models import build
-from jaxrl.models.io import hf
+from jaxrl.models.io import hf, tensorfile
 
 pytestmark = pytest.mark.torch  # the checkpoints are made by transformers' own models
 
@@ -83,6 +84,33 @@ def test_stored_tied_head_and_mixed_dtypes_come_back(tmp_path):
     want = raw(source)
     want.pop("model.layers.1.self_attn.rotary_emb.inv_freq")  # computed, not a weight
     assert raw(tmp_path / "out") == want
+
+
+@pytest.mark.parametrize("others", [(), ("model.norm.weight",)], ids=["one dtype", "several"])
+def test_rows_that_are_computed_in_fp32_come_back_in_the_dtype_of_the_source(tmp_path, others):
+    """A router's correction, of a folder that stores it in bf16 as all other tensors, or all but one; where training has moved it to
+    a number that bf16 does not have, it is written in fp32, to the bit."""
+    config = {**SIZES, **EXPERTS["glm4_moe"][1], "model_type": "glm4_moe"}
+    model = build(config, compute_dtype=jnp.float32, scan_layers=True)
+    hf.export(model, random_params(model, 0, 0.1), tmp_path / "made", config, dtype="fp32")
+    stored = tensorfile.list_folder(tmp_path / "made")
+    kinds = {name: np.dtype(np.float32 if name in others else jnp.bfloat16) for name in stored}
+    (tmp_path / "in").mkdir()
+    tensorfile.write_folder(tmp_path / "in", [tensorfile.Planned(name, kinds[name], t.shape, lambda t=t, name=name: t.read().astype(kinds[name]))
+                                              for name, t in stored.items()], 1e9)
+    (tmp_path / "in" / "config.json").write_text((tmp_path / "made" / "config.json").read_text())
+    config = hf.load_config(str(tmp_path / "in"))
+    params = hf.load_params(model, str(tmp_path / "in"))
+    hf.export(model, params, tmp_path / "out", config)
+    before, corrections = raw(tmp_path / "in"), [name for name in stored if name.endswith("e_score_correction_bias")]
+    assert raw(tmp_path / "out") == before and len(corrections) == 3
+    moved = model.tree(lambda e: e.of(params).at[0].add(1e-5) if e.row.fixed else e.of(params))  # of the first layer with experts
+    hf.export(model, moved, tmp_path / "out", config)
+    after = raw(tmp_path / "out")
+    changed = [name for name in before if after[name] != before[name]]
+    assert changed == corrections[:1] and after[changed[0]][0] == "torch.float32"
+    (correction,) = (e.of(moved)[0] for e in model.entries if e.row.fixed)
+    assert after[changed[0]][2] == np.asarray(correction).tobytes()
 
 
 def test_export_in_another_dtype(tmp_path):

@@ -69,6 +69,21 @@ def of_the_paper(one, intervals):
     return np.array(out)
 
 
+@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 2), (2, 1, None), (1, 2, None)])
+def test_positions_of_lists_that_differ_in_length_are_refused(counts):
+    """firsts, grids and delays (None: no videos); equal ones are not."""
+    def arguments(firsts, grids, delays):
+        return [1, 5][:firsts], np.array([[4, 4], [2, 2]])[:grids], delays and np.full(delays, -1)
+
+    rotary_positions(8, *arguments(2, 2, 2)[:2], 2, arguments(2, 2, 2)[2])
+    firsts, grids, delays = arguments(*counts)
+    with pytest.raises(ValueError, match="zip"):
+        rotary_positions(8, firsts, grids, 2, delays)
+    if delays is not None and len(grids) != len(delays):
+        with pytest.raises(ValueError, match="zip"):
+            rotary_shift(grids, 2, delays)
+
+
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("pieces", [*LAYOUTS, [2, Video((2, 2), 5, 2.0), 4], [Video((4, 2), 4, 1.5), 2, (2, 2), 3]], ids=repr)
 def test_positions(kind, pieces):

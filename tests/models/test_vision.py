@@ -333,6 +333,27 @@ def test_experts_lie_transposed_on_a_disk(tmp_path, folder_of):
     assert content(tmp_path / "out") == content(tmp_path / "in") != content(source)
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("share", [1, 2])  # the hidden size is an expert's width, or that of its gate and up
+def test_square_experts_are_read_as_they_lie(tmp_path, share, transposed):
+    """One of a layer's two tensors has the same shape in both layouts; the other tells."""
+    size = cases.KINDS["qwen3_vl_moe"][0]["hidden_size"] // share
+    given = hf.load_config("", overrides=cases.config(kind="qwen3_vl_moe", text={"moe_intermediate_size": size}), images=True)
+    model = build(given, compute_dtype=jnp.float32, scan_layers=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    hf.export(model, params, tmp_path, given)  # transposed
+    if not transposed:
+        stored = {n: np.array(t.read()) for n, t in tensorfile.list_folder(tmp_path).items()}
+        turned = {n: np.ascontiguousarray(x.swapaxes(1, 2)) if ".experts." in n else x for n, x in stored.items()}
+        tensorfile.write_folder(tmp_path, [tensorfile.Planned(n, x.dtype, x.shape, lambda x=x: x) for n, x in turned.items()], 1e9)
+    (first, *_) = (t.shape for n, t in tensorfile.list_folder(tmp_path).items() if n.endswith("down_proj"))
+    assert first[1:] == ((size, size * share) if transposed else (size * share, size))
+    read, two = cases.ours(tmp_path, scan_layers=True)
+    jax.tree.map(np.testing.assert_array_equal, params, two)
+    hf.export(read, two, tmp_path / "out", hf.load_config(str(tmp_path), images=True))
+    assert content(tmp_path / "out") == content(tmp_path)
+
+
 @pytest.mark.full
 @first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_vl", "qwen2_vl"], full=0)
 def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):

@@ -255,6 +255,9 @@ def test_a_judge_reads_prompt_rubric_and_answer_and_is_asked_once(tmp_path):
             before = len(server.requests)
             service_scores("judge", rows[:1], **given | other)
             assert len(server.requests) == before + 1
+        (tmp_path / "file").write_text("")  # no folder can be made there: the replies are not kept, the scores are there
+        for _ in range(2):
+            assert service_scores("judge", rows, **given | {"cache": str(tmp_path / "file" / "kept")}) == [(0.5, {"cached": 0.0})] * 2
         bad = [RewardItem([{"role": "user", "content": "why? {completion}"}], "bad", {"answer": "right", "wanted": "of the row"})]
         before = len(server.requests)
         assert service_scores("judge", bad, **given) == ["unparsable"]

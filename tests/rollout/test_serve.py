@@ -17,7 +17,7 @@ from jaxrl import serve
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rollout import engine_name, generate
-from jaxrl.rollout.vllm import adapter, transport
+from jaxrl.rollout.vllm import adapter, servers, transport
 from jaxrl.rollout.vllm.options import read_urls, server_folder
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,21 @@ def test_gpus_are_dealt_out():
 
 def test_the_address_of_this_host_is_the_one_on_the_way():
     assert transport.address_towards("http://127.0.0.1:80") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_has_brackets_in_urls_alone(tmp_path, monkeypatch, host):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    monkeypatch.setenv("JAXRL_SERVE_HOST", "fd00::7")
+    monkeypatch.setattr(servers, "ServerProcess", lambda command, env, log_file: command)
+    monkeypatch.setattr(servers, "free_port", lambda host: 8123)  # a machine may lack IPv6
+    monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
+    made = serve.Host(runnable(rollout__vllm__host=host), tmp_path / "servers", tmp_path / "own")
+    port, command = made.servers.ports[0], made.servers.processes[0]
+    assert made.servers.urls == [made.controls[0].url] == [f"http://[::1]:{port}"] and made.urls == [f"http://[fd00::7]:{port}"]
+    assert command[command.index("--host") + 1] == "::1"
+    check(runnable(rollout__servers=tuple(made.urls)))
+    made.pool.shutdown()
 
 
 SERVER = """

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -26,6 +27,7 @@ from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models import families
 from jaxrl.models.io import hf
+from jaxrl.processes import http_server
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
@@ -71,6 +73,8 @@ BAD = [
     (dict(rollout__servers=("http://gpu7:80",), rollout__vllm__api_key="k", rollout__vllm__transport="network",
           rollout__vllm__weights_host="127.0.0.1"),
      "rollout.vllm.weights_host='127.0.0.1': http://gpu7:80 cannot reach"),
+    *((dict(rollout__servers=(url,), rollout__vllm__api_key="k", rollout__vllm__transport="network", rollout__vllm__weights_host="::1"),
+       f"rollout.vllm.weights_host='::1': {url} cannot reach") for url in ("http://[fd00::1]:80", "http://10.127.0.5:80")),
     (dict(algorithm__mismatch__warn=0.5, algorithm__mismatch__stop=0.1), "warn earlier than you stop"),
     (dict(run__mode="parity", run__recipe="sft"), "run.mode=parity with run.recipe=sft"),
     (dict(rollout__vllm__replicas=0), "rollout.vllm.replicas=0: must be above 0"),
@@ -124,6 +128,13 @@ def test_the_gap_warns_and_stops(caplog):
     with pytest.raises(RunStopped, match="algorithm.mismatch.stop=0.3"):
         rl_metrics.check_logprob_gap(limits, 3, {"gap/mean": 0.4})
     rl_metrics.check_logprob_gap(SimpleNamespace(warn=0, stop=0), 4, {"gap/mean": 9.0})
+    # of a run that samples ahead, the completions of these weights; of a step that has none, all
+    rl_metrics.check_logprob_gap(limits, 5, {"gap/mean": 9.0, "gap/stale_0": 0.1, "staleness/0": 0.5})
+    with pytest.raises(RunStopped, match="step 6: .* 9 nats .*includes what the policy has learnt since.*stop=0.3"):
+        rl_metrics.check_logprob_gap(limits, 6, {"gap/mean": 9.0, "staleness/0": 0.0})
+    with pytest.raises(RunStopped, match="nan nats"):
+        rl_metrics.check_logprob_gap(limits, 7, {"gap/mean": float("nan")})
+    rl_metrics.check_logprob_gap(limits, 8, {})
 
 
 # ---- vLLM's command line and payloads -----------------------------------------------------------------------------------------
@@ -375,9 +386,10 @@ def test_answers_without_a_logprob_per_token_are_refused():
 
 
 @pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),
-                                          ("1.0", "newer")])
+                                          ("1.0", "newer"), ("0.31rc1", "older than 0.32"), ("0.32rc1", ""), ("v0.33.0+cpu", ""),
+                                          ("0.34.dev5+gdbc3d99", "newer"), ("0", "older than 0.32"), ("dev", "'dev' is no version number")])
 def test_versions_are_checked(version, what):
-    if what.startswith("older"):
+    if "older" in what or "no version" in what:
         with pytest.raises(ConfigError, match=what):
             adapter.check_version(version, "here")
     else:
@@ -386,7 +398,33 @@ def test_versions_are_checked(version, what):
 
 def test_prometheus_counters_are_summed_over_engines():
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\nother 1\n'
-    assert adapter.parse_metrics(text)["running"] == 7.0 and adapter.parse_metrics(text)["preemptions"] == 0.0
+    assert adapter.parse_metrics(text) == {"running": 7.0}
+
+
+def test_counters_that_a_server_does_not_report_are_absent(caplog):
+    """Over HTTP: one server has both counters, the other one of them, then no page (401, 500, gone): no sum over one server alone."""
+    page, other = 'vllm:num_requests_running{engine="0"} 3.0\n', http_server.Reply(200, b"", "text/plain")
+    replies = [http_server.Reply(200, f"{page}vllm:num_preemptions_total 2.0\n".encode(), "text/plain"), other]
+    made = [http_server.Server("127.0.0.1", 0, lambda r, i=i: replies[i], lambda r: None).start("metrics") for i in (0, 1)]
+    controls = [adapter.Control(f"http://127.0.0.1:{server.port}", "", 30.0) for server in made]
+    router = SimpleNamespace(replicas=[SimpleNamespace(state="ready", index=i) for i in (0, 1)])
+    engine = SimpleNamespace(router=router, fleet=SimpleNamespace(controls=controls), _warned=False)
+    counters = lambda: VllmEngine._server_counters(engine)  # noqa: E731
+    assert counters() == {}
+    replies[1] = other._replace(body=page.encode())
+    assert counters() == {"running": 6.0} and not caplog.records
+    for status in (401, 500):
+        replies[1] = other._replace(status=status)
+        assert counters() == {}
+    made[1].close()
+    assert counters() == {}
+    (said,) = caplog.messages
+    assert "are missing from the metrics" in said and "/metrics: 401" in said
+    router.replicas[1].state = "dead"
+    assert counters() == {"running": 3.0, "preemptions": 2.0}
+    router.replicas[0].state = "dead"
+    assert counters() == {}
+    made[0].close()
 
 
 # ---- weights on their way -------------------------------------------------------------------------------------------------
@@ -444,9 +482,18 @@ def test_one_program_converts_all_layers_of_a_kind(monkeypatch):
     assert len(traced) == 3  # embedding, any layer, final norm with head
 
 
-@pytest.fixture(params=["shm", "network"])
+def has_ipv6() -> bool:
+    """Whether this machine has the loopback address of IPv6; containers often lack it."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(params=["shm", "127.0.0.1", *(("::1", "[::1]") if has_ipv6() else ())])
 def carrier(request):
-    made = transport.SharedMemory() if request.param == "shm" else transport.Network("127.0.0.1")
+    made = transport.SharedMemory() if request.param == "shm" else transport.Network(request.param)
     yield made
     made.close()
 

@@ -221,7 +221,7 @@ def test_a_batch_keeps_them_on_its_way():
 
 def test_conversations_keep_them_by_turn():
     """A turn's last token is run with the next prompt; what a rewritten history opens begins anew."""
-    from jaxrl.rollout.episodes import _join_results, _record_of
+    from jaxrl.rollout.episode_results import join_results, recorded_turns
 
     _, _, asked, results, _ = sampled()
     part = lambda routes, n: dataclasses.replace(  # noqa: E731
@@ -229,9 +229,9 @@ def test_conversations_keep_them_by_turn():
     count = lambda start, n: np.append(np.arange(start, start + n - 1), -1).astype(np.int16)[:, None]  # noqa: E731
     parts = [part(count(0, 5), 2), part(count(0, 9), 3), part(count(50, 4), 1)]
     turns = [Turn(np.arange(3), True, 2), Turn(np.arange(1), False, 3), Turn(np.arange(3), True, 1)]
-    joined = _join_results(asked[0], parts, turns, "stop")
+    joined = join_results(asked[0], parts, turns, "stop")
     assert joined.routes[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1, 50, 51, 52, -1]
-    again = _join_results(asked[0], [p for _, p in _record_of(joined)], turns, "stop")
+    again = join_results(asked[0], [p for _, p in recorded_turns(joined)], turns, "stop")
     np.testing.assert_array_equal(again.routes, joined.routes)
     traj = collect(asked[:1], [joined])
     np.testing.assert_array_equal(traj.columns["routes"], joined.routes)

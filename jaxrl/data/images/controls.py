@@ -11,10 +11,10 @@ log = logging.getLogger("jaxrl")
 
 
 def blank(batch: list, episodes: bool = False) -> list:
-    """Returns the rows that have images with grey ones of the same sizes.
+    """Returns the rows that have images, each with grey pictures of the same sizes in their place.
 
-    batch: [(position, Example)]. episodes: whether episodes show images: then all rows, and what they show is grey. A
-    picture is grey by a bit of its number (source.BLANK), every pixel having the value source.GREY.
+    batch: [(position, Example)], as is the result. episodes: whether episodes show images: then all rows, and what they
+    show is grey. A picture is grey by a bit of its number (source.BLANK), every pixel having the value source.GREY.
     """
     grey = [(i, e if e.images is None else _with(e, e.images.numbers | BLANK)) for i, e in batch
             if episodes or e.images is not None]
@@ -22,10 +22,10 @@ def blank(batch: list, episodes: bool = False) -> list:
 
 
 def swapped(batch: list, episodes: bool = False) -> list:
-    """Returns the rows that have images with those of another row, of the same grids of patches, in the order of their
-    positions; rows without a partner are left out. `own_images` keeps the row's.
+    """Returns the rows that have images, each with the pictures of another row of the same grids of patches in their
+    place, in the order of their positions; rows without a partner are left out. `own_images` keeps the row's.
 
-    batch: [(position, Example)]. episodes: not read: what episodes show is not swapped."""
+    batch: [(position, Example)], as is the result. episodes: not read: what episodes show is not swapped."""
     alike: dict[bytes, list] = {}
     for i, example in batch:
         if example.images is not None:
@@ -45,8 +45,8 @@ def with_own_pictures(traj, examples):
     """Returns the Trajectories of a control with the rows' own pictures, for those who judge completions: grey ones
     are shown again, and swapped ones exchanged for Example.own_images. Unchanged without pictures.
 
-    examples: Example of each trajectory. The i-th is taken for the i-th sequence, so a swapped trajectory must be one
-    sequence.
+    traj: with the pictures of the control. examples: Example of each trajectory. The i-th is taken for the i-th
+    sequence, so a swapped trajectory must be one sequence.
     """
     if traj.pictures is None:
         return traj

@@ -48,7 +48,8 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
     """Returns (height, width) of an upright image.
 
     Reads the header of a file and where its parts lie, and decodes pixels only if these do not show that the file is
-    whole. Raises ImageError for what `pixels_of` would refuse, except errors inside compressed data.
+    whole. Raises ImageError for what `pixels_of` would refuse, except errors inside compressed data; ConfigError
+    without Pillow, except for an array.
 
     Args:
       limit: most pixels of a stored image.
@@ -70,7 +71,8 @@ def size_of(image: Image, limit: int) -> tuple[int, int]:
 def pixels_of(image: Image, limit: int) -> np.ndarray:
     """Returns the upright image in RGB, uint8 [H, W, 3]. An array keeps its values, without alpha; grey is repeated.
 
-    limit: most pixels of a stored image. Raises ImageError naming the reason if it cannot be read."""
+    limit: most pixels of a stored image. Raises ImageError naming the reason if it cannot be read; ConfigError without
+    Pillow, except for an array."""
     if isinstance(image.pixels, np.ndarray):
         height, width = image.pixels.shape[:2]
         _checked_size(width, height, limit)
@@ -85,7 +87,8 @@ def pixels_of(image: Image, limit: int) -> np.ndarray:
 def picture_of(image: Image, rule: Rule, limit: int) -> Picture:
     """Decodes an image, resizes it by a rule and cuts it into patches.
 
-    limit: most pixels of a stored image. Raises ImageError if it cannot be read or has no allowed size."""
+    limit: most pixels of a stored image. Raises ImageError if it cannot be read or rule.size refuses its size,
+    ConfigError without Pillow."""
     return picture_of_frames([image], rule, limit, rule.size)
 
 
@@ -98,7 +101,7 @@ def picture_of_frames(frames: Sequence[Image], rule: Rule, limit: int, size: Cal
       limit: most pixels of a stored image.
       size: stored height and width -> those of the resized frames.
 
-    Raises ImageError for a frame that cannot be read.
+    Raises ImageError for a frame that cannot be read, ConfigError without Pillow, and what `size` raises.
     """
     pixels = [pixels_of(frame, limit) for frame in frames]
     stored = pixels[0].shape[:2]
@@ -122,7 +125,7 @@ def together(frames: Sequence[np.ndarray]) -> np.ndarray:
 def animation(image: Image) -> tuple[float, ...] | None:
     """Returns the time of each frame of an animated GIF or WebP in seconds from the first, by the durations in the
     file (0.1 s for a frame without one); None for a still image or an array. Raises ImageError for a file that cannot
-    be read."""
+    be read, ConfigError without Pillow, except for an array."""
     if isinstance(image.pixels, np.ndarray):
         return None
     with _opened(image, sys.maxsize) as (opened, _):
@@ -142,10 +145,11 @@ def animation(image: Image) -> tuple[float, ...] | None:
 
 def as_text(value) -> str | list:
     """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
-    for files that hold text alone. An image that cannot be read becomes the text of its error.
+    for files that hold text alone. An array that read.image_of refuses becomes the text of the error, not a data URI.
 
-    value: a file's bytes, a PIL image, an array as of read.image_of, or [frames, ...] of them. Raises TypeError for
-    another value, as a `default` of json.dumps must.
+    value: a file's bytes, which are not examined; a PIL image; a uint8 array [H, W], [H, W, 3] or [H, W, 4]; or frames,
+    [T, H, W, 3] or [T, H, W, 4]. Raises TypeError for another value, as a `default` of json.dumps must; ConfigError
+    without Pillow for all but bytes.
     """
     if isinstance(value, np.ndarray) and value.ndim == 4:  # the frames of a video
         return [as_text(frame) for frame in value]
@@ -161,13 +165,14 @@ def as_text(value) -> str | list:
 
 def upright(file: bytes):
     """Returns the image of a file as an upright PIL.Image.Image in RGB. Neither format nor size is checked: the file
-    must have been examined before."""
+    must have been examined before. Raises ConfigError without Pillow, and what Pillow raises."""
     from PIL import ImageOps
     return ImageOps.exif_transpose(_pillow().open(io.BytesIO(file))).convert("RGB")
 
 
 def png_of(image: Image) -> bytes:
-    """Returns an image in memory as a PNG file, in RGB if PNG does not have its colours."""
+    """Returns an image in memory (Image.pixels) as a PNG file, in RGB if PNG does not have its colours, with its EXIF
+    data; pixels are not turned upright. Raises ConfigError without Pillow."""
     pillow, out = _pillow(), io.BytesIO()
     stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else image.pixels
     stored = stored if stored.mode in PNG_MODES else stored.convert("RGB")
@@ -176,7 +181,8 @@ def png_of(image: Image) -> bytes:
 
 
 def thumbnail(pixels_HxWx3: np.ndarray, longest: int) -> bytes:
-    """Returns uint8 pixels as a PNG file, made smaller until no side is longer than `longest` pixels."""
+    """Returns uint8 pixels [H, W, 3] as a PNG file, made smaller until no side is longer than `longest` pixels.
+    Raises ConfigError without Pillow."""
     out, image = io.BytesIO(), _pillow().fromarray(pixels_HxWx3)
     image.thumbnail((longest, longest))  # bicubic
     image.save(out, "PNG", optimize=True)

@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
     @property
     def pads(self) -> tuple[str, ...]:
-        """The tokens that stand for features."""
+        """The tokens that stand for features: of an image and, if the family reads videos, of a video."""
         return (self.pad, self.video) if self.video else (self.pad,)
 
     @property
@@ -44,12 +44,12 @@ class Tokens(NamedTuple):
 
     @property
     def written(self) -> str:
-        """What stands once for each image in the text that a chat template writes."""
+        """What stands once for each image in the text that a chat template writes: the marker, or pad without one."""
         return self.marker or self.pad
 
     @property
     def expanded(self) -> str:
-        """What the tokenizer reads in its place."""
+        """What replaces `written` before the tokenizer reads the text: start, pad and end for a marker, else pad."""
         return self.text if self.marker else self.pad
 
 

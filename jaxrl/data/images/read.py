@@ -55,7 +55,8 @@ class Image:
 
     @property
     def content(self) -> str:
-        """Names what the image shows: a hash of its bytes or pixels; of a file, of its size, beginning and end."""
+        """Hash (32 hex digits) of what the image shows: of its bytes or pixels and the number of its frame; of a file,
+        of its size and the first and last EDGE bytes in place of all."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 held = file.read(EDGE)
@@ -123,7 +124,8 @@ def shown_image(cell) -> str:
 
 
 def shows_video(cell) -> bool:
-    """Returns whether a column's cell seems to hold a video: a table (dict) with one, or a list of several images."""
+    """Returns whether a column's cell seems to hold a video: a table (dict) with `video` or `frames`, a list that
+    begins with one, or a list of several images."""
     value = cell[0] if isinstance(cell, list | tuple) and cell else cell
     if isinstance(value, dict):
         return any(value.get(name) is not None for name in ("video", "frames"))
@@ -202,6 +204,7 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
 
     Raises:
       ImageError: the number of markers differs from that of images, or a part has no known form.
+      PromptError: a message is no table with a role.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     rest, used = {"image": iter(column), "video": iter(videos)}, []

@@ -123,7 +123,8 @@ def rule_of(model_type: str, folder: Path | None = None, least: int | None = Non
       tower: the vision_config of its config.json, whose sizes hold where the folder names none; None: the family's.
       stored: (name, fields) to read instead of the folder's.
 
-    Raises ConfigError for a family without a rule, an unreadable file, and fields that would change pixels otherwise.
+    Raises ConfigError for a family without a rule, an unreadable file, fields that would change pixels otherwise or do
+    not fit the tower, bounds without room for one image token, and any bounds for a family that sees squares.
     """
     if model_type not in RULES:
         raise ConfigError(f"model_type={model_type!r} has no rule for images; choose one of {', '.join(RULES)}")

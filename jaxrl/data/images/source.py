@@ -52,7 +52,8 @@ class ImageSource:
     environment shows is a hash of its file, which whoever uses the number keeps (`hold`).
 
     Args:
-      config: options `data.image_*` and data.max_images.
+      config: of the job: options `data.image_*`, `data.video_*`, data.max_images and data.workers; data.overlong_*, env
+        and run.recipe decide what is refused.
       model_type: of config.json, the family's name there.
       tokenizer: whose image token must be one token.
       folder: of the checkpoint, whose preprocessor_config.json is read; None: the family's defaults.
@@ -65,6 +66,8 @@ class ImageSource:
       merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
       window: image tokens per side of the tower's windows, 0 = it has none; two_way: whether the tokens of an image see
         each other; both set by run.data.with_tower.
+
+    Raises ConfigError as resize.rule_of and video.sampling_of.
     """
 
     def __init__(self, config, model_type: str, tokenizer, folder: Path | None = None, tower: dict | None = None,
@@ -88,12 +91,12 @@ class ImageSource:
 
     @property
     def frames(self) -> int:
-        """Frames that a patch holds."""
+        """Frames that a patch holds: 1 until a video is read, then the rule's."""
         return self.rule.frames if self.videos else 1
 
     @property
     def width(self) -> int:
-        """Numbers of a patch."""
+        """Numbers of a patch, uint8: 3 channels x frames x patch side^2."""
         return 3 * self.frames * self.rule.patch**2
 
     @property
@@ -103,13 +106,13 @@ class ImageSource:
 
     @property
     def video_columns(self) -> tuple[str, ...]:
-        """Names of the columns that may hold videos."""
+        """Names of the columns that may hold videos; () if the family reads none, or data.video_column is ''."""
         if not self.video_column or self.sampling is None:
             return ()
         return (VIDEO_COLUMN, ONE_VIDEO) if self.video_column == VIDEO_COLUMN else (self.video_column,)
 
     def column_of(self, row: dict) -> str:
-        """Returns the name of the column that holds a row's images."""
+        """Returns the name of the column that holds a row's images; data.image_column if none does."""
         return next((name for name in self.columns if row.get(name) is not None), self.column)
 
     def register(self, dataset) -> int:
@@ -124,8 +127,8 @@ class ImageSource:
         """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image
         and video parts where a message has an image or a video; the prompt as it is where there is none.
 
-        where: place of the row, "file:line", to whose folder paths are relative. Raises PromptError for what cannot be
-        used, ConfigError where the options do not allow images.
+        where: place of the row, "file:line", to whose folder paths are relative without data.image_root. Raises
+        PromptError for what cannot be used, ConfigError where the options do not allow images.
         """
         if not isinstance(prompt, str | list):
             return prompt, []
@@ -198,7 +201,8 @@ class ImageSource:
           messages: of `split`.
           render: messages -> text, as the chat template writes it.
 
-        Raises ImageError if the template does not write every image and every video once.
+        Raises ImageError if the template does not write every image and every video once, PromptError as expand.escape,
+        and what `render` raises.
         """
         clean = escape(messages, self.tokens)
         parts = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
@@ -208,7 +212,8 @@ class ImageSource:
         return text, RowImages(self.flat(images), marks, self.tokens)
 
     def written(self, parts: list[dict]) -> str:
-        """Returns a message's parts as one text, with what a chat template writes for an image or a video."""
+        """Returns a message's parts as one text, with what a chat template writes for an image or a video. parts: of a
+        message of `split`."""
         own = self.tokens
         pictures = {"image": own.marker or own.text, "video": own.start + own.video + own.end}
         return "".join(pictures.get(part["type"]) or part["text"] for part in parts)
@@ -263,7 +268,8 @@ class ImageSource:
         """Returns (messages of an environment, with contents that are text or lists of text and image parts; their
         images in order, None where a part brings none, which stands for the next image of the row).
 
-        Raises ImageError for parts in no known form, and for more than data.max_images.
+        Paths are relative to data.image_root; without it they are refused. Raises ImageError for parts in no known
+        form, an image that cannot be used or is an assistant's, and more than data.max_images.
         """
         root, out, found = Path(self.root) if self.root else None, [], []
         for message in messages:
@@ -297,7 +303,7 @@ class ImageSource:
         Only a weak reference is kept here: the picture cannot be made once nobody holds the second value.
 
         image: a file, or its bytes; an image in memory fails an assertion. grey: the number of a grey picture of its
-        size.
+        size. Raises OSError for a file that cannot be read.
         """
         encoded = image.encoded if image.path is None else image.path.read_bytes()
         assert encoded is not None, "an image in memory has a file first, see jaxrl.envs.pictures"
@@ -307,11 +313,13 @@ class ImageSource:
 
     def grid(self, number: int) -> tuple[int, int]:
         """Returns the (rows, columns) of patches of a picture that is held, which is made now. Raises ImageError if it
-        cannot be."""
+        cannot be, KeyError if nobody holds it any more. number: of `hold`."""
         return self._store.get([number])[0].grid
 
     def places_of(self, images) -> Places | None:
-        """Returns the Places of a sequence's images, with the fields of rollout.TurnImage; None without images."""
+        """Returns the Places of a sequence's images; None without images.
+
+        images: with the fields of rollout.TurnImage; pictures that they hold (`held`) are kept by the Places."""
         if not images:
             return None
         kept = tuple(self.hold(image.held)[1] for image in images if image.held is not None)
@@ -337,7 +345,8 @@ class ImageSource:
 
     def patches(self, numbers) -> list[np.ndarray]:
         """Returns the [N, width] uint8 patches of each picture, in the order of `numbers`. Raises RunStopped for one of
-        a row that cannot be decoded any more, or has another grid than when the data was prepared."""
+        a row that cannot be decoded any more, or has another grid than when the data was prepared; for one that an
+        environment shows ImageError if it cannot be decoded, KeyError if nobody holds it any more."""
         return [picture.patches for picture in self._store.get([int(n) for n in numbers])]
 
     def row_files(self, places: Places | None) -> RowFiles:
@@ -365,7 +374,8 @@ class ImageSource:
 
     def file(self, number: int) -> bytes:
         """Returns the file of an image of a row, of a group of frames that of the first; of one in memory, and of a
-        frame of an animation, as PNG. number: of the picture."""
+        frame of an animation after the first, as PNG. number: of the picture. Raises OSError or ImageError if it cannot
+        be read."""
         image = _first(self._image(number))
         if image.frame:
             image = Image(pixels=pixels_of(image, self.limit))

@@ -13,7 +13,7 @@ from jaxrl.data.images.decode import Picture
 
 
 class Store:
-    """Pictures by key.
+    """Pictures by key, each made once by a thread and kept up to a limit; the least recently used are dropped first.
 
     Args:
       limit: bytes of patches to keep. What one `get` asks for is kept until it returns, whatever its size.

@@ -93,7 +93,8 @@ class Sampling(NamedTuple):
 
     def taken(self, video: Video) -> np.ndarray:
         """Returns the [n] int indices of the frames that are taken, as transformers' video processors take them: all if
-        they are no more than one group, or if `fps` is None and there are at most `most`; otherwise evenly spaced."""
+        they are no more than one group, or if `fps` is None and there are at most `most`; otherwise evenly spaced, as
+        many as `fps` asks of the video's duration, between `least` and `most`; unless `whole`, a multiple of T."""
         total, group = len(video.frames), self.rule.frames
         rate = video.fps or self.fps or RATE
         wanted = rate if self.fps is None else self.fps
@@ -160,11 +161,12 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
       data: options data.video_fps, data.video_max_frames and data.video_max_pixels.
       model_type: of config.json, the family's name there.
       rule: how images are resized and cut, from resize.rule_of.
-      folder: of the checkpoint, whose video_preprocessor_config.json (or the video_processor of processor_config.json,
-        or preprocessor_config.json) is read; None or without one: the family's defaults.
+      folder: of the checkpoint, of which is read, in this order: the video_processor of processor_config.json,
+        video_preprocessor_config.json, preprocessor_config.json; None or without one: the family's defaults.
       tower: vision_config of its config.json.
 
-    Raises ConfigError for unreadable files, and fields that would take or change frames otherwise.
+    Raises ConfigError for unreadable files, fields that would take or change frames otherwise, numbers that are not
+    positive, and data.video_max_pixels below the smallest frame or video.
     """
     if rule.side:
         return None
@@ -204,7 +206,8 @@ def sampling_of(data, model_type: str, rule: Rule, folder: Path | None, tower: d
 
 
 def as_fields(sampling: Sampling) -> dict:
-    """Returns the fields of a video_preprocessor_config.json that says how videos are taken, resized and normalised."""
+    """Returns the fields of a video_preprocessor_config.json that says how frames are taken, resized and normalised by
+    a Sampling."""
     kind = "Qwen3VLVideoProcessor" if sampling.whole else "Qwen2VLVideoProcessor"
     taken = {"fps": sampling.fps} if sampling.fps else {}
     own = {k: v for k, v in fields_of_images(sampling.rule).items() if k != "image_processor_type"}
@@ -235,7 +238,7 @@ def _stored(folder: Path | None) -> tuple[str, dict]:
 
 def videos_of(cell, root: Path | None) -> list[Video]:
     """Returns the videos of a column's cell: none for None, else one or those of a list, each as `video_of` takes it.
-    A list whose first entry is a still picture is one video.
+    A list whose first entry is a still picture is one video, an empty list one without frames, which is an ImageError.
 
     root: folder that paths are relative to and must lie in; None refuses paths. Raises ImageError as `video_of`."""
     if cell is None:
@@ -268,15 +271,19 @@ def _moves(value, root: Path | None) -> bool:
 
 
 def video_of(value, root: Path | None, extra: dict | None = None) -> Video:
-    """Returns one video: a list of frames, each in a form of read.image_of; a uint8 array [T, H, W, 3]; a folder of
-    frames; an animated GIF or WebP; or a table {"video" or "frames": one of these, "fps": frames a second, or "times":
-    seconds of each frame}.
+    """Returns one video: a list of frames, each in a form of read.image_of; a uint8 array [T, H, W, 3] or [T, H, W, 4];
+    a folder of frames; an animated GIF or WebP; or a table {"video" or "frames": one of these, "fps" or "sample_fps":
+    frames a second, or "times": seconds of each frame}.
 
     Args:
       root: folder that paths are relative to and must lie in; None refuses paths.
       extra: a content part, whose fps or times hold unless a table brings its own.
 
-    Raises ImageError for a value in no known form, a video file, and times that do not rise.
+    Times or fps, if given, go before the times of an animated file; other frames without them have none
+    (Video.times None).
+
+    Raises ImageError for a value in no known form, a video file, a video without frames, an fps that is not positive,
+    and times that do not rise from 0 or later or are not one per frame.
     """
     given = dict(extra or {})
     if isinstance(value, dict) and any(value.get(name) is not None for name in ("video", "frames")):

@@ -53,7 +53,7 @@ def sizes_of(table: dict[int, Sizes], head_size: int) -> Sizes:
 def check_chip(dtype, interpret=None) -> None:
     """Raises NotImplementedError where Mosaic GPU kernels for Hopper cannot run: jax too old, another GPU, or a dtype
     other than bfloat16 and float16. interpret: as `interpreted` takes it."""
-    version = tuple(int(x) for x in jax.__version__.split(".")[:2])
+    version = jax.__version_info__[:2]
     if version < OLDEST:
         raise NotImplementedError(f"jax {jax.__version__}; the Mosaic GPU kernels need jax 0.11 or newer")
     if interpreted(interpret) and version < OLDEST_INTERPRETER:

@@ -96,8 +96,8 @@ def asked_for(delta: bool, asked, keys):
 
 
 def halves(delta: bool, both) -> tuple[Any, Any]:
-    """Splits the rows of a product with `asked_for` into (those of queries, those of keys); without the delta (all,
-    None)."""
+    """Splits the rows of a product with `asked_for`, [2 C, V], into (those of queries [C, V], those of keys [C, V]);
+    without the delta returns ([C, V] as it is, None)."""
     return (both[:len(both) // 2], both[len(both) // 2:]) if delta else (both, None)
 
 

@@ -43,7 +43,9 @@ PAIRS = ("desirable_weight", "undesirable_weight", "label_smoothing", "rpo_alpha
 
 
 def started(names: str, files: str = "") -> str:
-    """Returns the pattern of a command of these trainers: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`. files: of other names."""
+    """Returns the regex of a command that starts one of these trainers: `trl dpo`, `-m trl.scripts.dpo`, `dpo.py`.
+    names: of the trainers, with | between them. files: beginnings of the names of scripts, where they are others; "" =
+    `names`."""
     return rf"\b((trl |trl\.scripts\.)({names})\b|({files or names})\w*\.py\b)"
 
 

@@ -42,8 +42,9 @@ OTHERS = (
 
 
 def rules(rate: float | Since, log: Joint | Key, evaluated: bool) -> tuple:
-    """Returns the rules that all trainers have. rate: default of the learning rate. evaluated: whether rows that are
-    held out are evaluated here."""
+    """Returns the rules that all trainers of rows have. rate: default of the learning rate. log: the rule of
+    logging_steps. evaluated: whether jaxrl evaluates held-out rows of the job, so that the keys of evaluation change
+    its config (for the tests)."""
     beside, other = (EVAL, lambda value: value) if evaluated else ({}, lambda value: None)
     named = {"dataset_name": "a/b"}
     return (
@@ -78,6 +79,7 @@ def rules(rate: float | Since, log: Joint | Key, evaluated: bool) -> tuple:
 
 
 def length(*more: Key) -> tuple[Key, ...]:
+    """Returns the rows of max_length and truncation_mode, and `more`."""
     return (K("max_length", "equivalent", default=1024, other=700, also=("max_seq_length",)),
             K("truncation_mode", "equivalent", default="keep_start"), *more)
 

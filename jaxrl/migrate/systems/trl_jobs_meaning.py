@@ -16,6 +16,8 @@ BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_proc
 
 
 def lengths(m: Migration):
+    """Sets the bound of a sequence by max_length (`supervised.sequence`); SFT truncates rows that are longer. TRL's
+    script for images has no bound. truncation_mode=keep_end is recorded as not carried over."""
     key = "max_length"
     longest = None if BOUNDLESS.search(m.command) else m.integer(key)
     if m.given(key) and longest is None and m[key] is not None:
@@ -26,6 +28,10 @@ def lengths(m: Migration):
 
 
 def pair_lengths(m: Migration):
+    """Sets the bound of a prompt and completion by max_length (`supervised.sequence`). Of preferences it is a known
+    difference that pairs beyond it are left out. DPO's max_prompt_length sets data.max_prompt_tokens and
+    data.overlong_prompt=truncate_left, its max_completion_length rollout.max_new_tokens; for KTO, CPO and ORPO these
+    two are inert."""
     supervised.sequence(m, m.integer("max_length"), "max_length")
     if m.options["run.recipe"][0] != "preference":
         return
@@ -45,7 +51,11 @@ def pair_lengths(m: Migration):
 
 
 def batch(m: Migration):
-    """Rows of an optimizer step: per process x accumulation x processes."""
+    """Sets data.prompts_per_step, the rows (or pairs) of an optimizer step: those per process x accumulation x
+    processes; also data.drop_last, and train.tokens_per_microbatch for the rows per process, a pair of two sequences.
+
+    Without dataloader_drop_last there is a known difference. With packing the user is asked for data.prompts_per_step,
+    as TRL then counts packed rows."""
     per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
     count = per * accumulated * trl.processes(m)
     m.set("data.drop_last", m.flag("dataloader_drop_last"), "dataloader_drop_last")
@@ -64,6 +74,7 @@ def batch(m: Migration):
 
 
 def logging(m: Migration):
+    """Sets log.every_steps, at least 1; a share of the run (between 0 and 1) is recorded as not carried over."""
     every = m.number("logging_steps")
     if 0 < every < 1:
         m.lacks("logging_steps", "a share of the run: log.every_steps counts steps")
@@ -72,7 +83,12 @@ def logging(m: Migration):
 
 
 def what_is_trained(m: Migration):
-    """Which tokens have a loss: it depends on the kind of the rows where no key says it."""
+    """Sets which tokens of SFT have a loss: train.loss_on_prompt, data.train_turns and data.assistant_mask.
+
+    assistant_only_loss: the assistant's turns, by the template's mask. completion_only_loss: completions alone, or all
+    tokens. Without either, all tokens, and the user is asked, as it then depends on the kind of the rows. Another
+    loss_type than nll and chunked_nll refuses the job. Images in a loss on prompts leave a known difference; another
+    dataset_text_field than messages and prompt asks the user to split the text."""
     completions, assistant = m["completion_only_loss"], m.flag("assistant_only_loss")
     if m.text("loss_type") not in ("", "nll", "chunked_nll"):
         m.lacks("loss_type", f"{m.text('loss_type')!r}: the loss is the negative log-likelihood", refuse=True)
@@ -102,7 +118,11 @@ def what_is_trained(m: Migration):
 
 
 def data(m: Migration):
-    """One data set, or TRL's `datasets`, which are concatenated (open-r1: `dataset_mixture`, with shares of each)."""
+    """Sets data.path, data.split and data.subset of one data set, or data.sources of several: TRL's `datasets`, which
+    are concatenated there (open-r1: `dataset_mixture`, with shares of each); the user is asked for their weights.
+
+    test_split_size of several sets data.eval_fraction; `columns` and `fraction` of an entry are recorded as not carried
+    over. Without a data set the user is asked for one. Raises Unreadable for an entry without path or id."""
     mixed = m.list("datasets") or m.list("dataset_mixture.datasets")
     if mixed:
         _mixture(m, mixed, "datasets" if m.list("datasets") else "dataset_mixture.datasets")
@@ -145,7 +165,11 @@ def _mixture(m: Migration, mixed: list, key: str):
 
 
 def evaluation(m: Migration):
-    """Pairs that are held out are evaluated as those of training; of SFT there is no loss on held-out rows."""
+    """Sets eval.every_steps or eval.every_epochs, eval.before, eval.after and eval.sets, by which held-out pairs are
+    evaluated as those of training. SFT and GKD, where jaxrl measures no loss on held-out rows, record that and set no
+    evaluation.
+
+    eval_strategy=no sets none. eval.after is on for epochs and in scripts of TRL that evaluate at the end."""
     kind, keys = m.text("eval_strategy") or "no", ("eval_strategy", "eval_steps")
     if kind != "steps":
         m.set("eval.every_steps", 0, *keys)
@@ -204,14 +228,16 @@ SMOOTHED = ("robust", "exo", "aot", "aot_unpaired", "cpo", "simpo")
 
 
 def order(m: Migration):
-    """KTO's rows come in their order, of which its KL's pairs are made; those of the others by their sampler's name."""
+    """Sets data.shuffle by train_sampling_strategy: False for sequential. Without it only KTO's rows keep their order,
+    of which its KL's pairs are made."""
     key = "train_sampling_strategy"
     by = m.text(key) if m.given(key) else "sequential" if trainer(m) == "kto" else "random"
     m.set("data.shuffle", by != "sequential", key)
 
 
 def trainer(m: Migration) -> str:
-    """dpo, kto, orpo or cpo: by the command, else by keys of one alone."""
+    """Returns the preference trainer, "dpo", "kto", "orpo" or "cpo": by the command, else kto or cpo by keys of one
+    alone, else dpo."""
     if found := re.search(r"\b(?:trl )?(kto|orpo|cpo|dpo)\w*(?:\.py)?\b", m.command):
         return found[1]
     keys = (("kto", ("desirable_weight", "undesirable_weight")), ("cpo", ("cpo_alpha", "simpo_gamma")))
@@ -219,6 +245,11 @@ def trainer(m: Migration) -> str:
 
 
 def preference(m: Migration):
+    """Sets preference.loss and the options that this loss reads: beta, loss_weights, label_smoothing, discopop_tau,
+    desirable_ and undesirable_weight, simpo_gamma, rpo_alpha.
+
+    A loss_type that the trainer does not have refuses the job and sets nothing; sync_ref_model refuses it, too. KTO
+    and ORPO leave known differences. Raises Unreadable for exo_pair without label_smoothing, from TRL 1.0 on."""
     kind = trainer(m)
     m.facts["trainer"] = kind.upper()
     names = (
@@ -272,11 +303,14 @@ def _of_one_loss(m: Migration, kind: str, losses: list[str]):
 
 
 def reward_model(m: Migration):
+    """Sets reward_model.center, 0 for null, and leaves a known difference about the start of the head."""
     m.set("reward_model.center", float(m.number("center_rewards_coefficient") or 0), "center_rewards_coefficient")
     m.differs("the head's bias is none and it starts at 0; TRL's starts at random numbers")
 
 
 def teacher(m: Migration):
+    """Sets teacher.dtype by the dtype that the teacher is loaded in (float32 unless named) and computes in (the
+    trainer's), and teacher.revision."""
     t = "teacher_model_init_kwargs."
     held = m.text(t + "dtype") or "float32"
     common.frozen_dtype(m, "teacher.dtype", *common.of(m, "train.compute_dtype"), t + "dtype", held=held)
@@ -285,7 +319,17 @@ def teacher(m: Migration):
 
 
 def distillation(m: Migration):
-    """GKD: a step's prompts are completed by the student with probability lmbda there, by a share here."""
+    """Sets a distillation by GKD: the teacher, the divergence, the share of prompts that the student completes, and its
+    sampling.
+
+    teacher.path is teacher_model_name_or_path, asked for where it is not set. distill.on_policy is lmbda, rounded to
+    whole prompts of a step with a known difference; in TRL lmbda is a probability for all of a micro-batch, another
+    difference. distill.loss is forward (beta 0), reverse (beta 1) or jsd with distill.beta. distill.temperature and
+    distill.teacher_temperature are 1, as TRL calls its loss without one, except with Liger's loss from 0.22 to 1.3,
+    where they are `temperature`; rollout.temperature always is. rollout.group_size is 1 and reward.functions is empty.
+
+    rollout.max_new_tokens is max_new_tokens if lmbda is 1; otherwise max_length less 1, and another max_new_tokens is
+    recorded as not carried over. The reduction of the divergence is a known difference."""
     temperature, beta, share = m.number("temperature"), m.number("beta"), m.number("lmbda")
     m.set("teacher.path", m.text("teacher_model_name_or_path"), "teacher_model_name_or_path")
     if not m.text("teacher_model_name_or_path"):

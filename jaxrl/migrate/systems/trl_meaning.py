@@ -8,18 +8,20 @@ import re
 from jaxrl.migrate import common, devices
 from jaxrl.migrate.source import Unreadable, switch
 from jaxrl.migrate.table import Migration
+from jaxrl.processes.addresses import join_host_port
 
 # names of models that have experts
 EXPERTS = r"(?i)[-_]a\d+(\.\d+)?b\b|moe|mixtral|gpt-oss|deepseek-(v[23]|r1(?!-distill))|moonlight|kimi"
 
 
 def before(m: Migration, version: str) -> bool:
-    """Whether the version is older than this one."""
+    """Whether the job's TRL version is older than `version`."""
     return [int(n) for n in m.version.split(".")] < [int(n) for n in version.split(".")]
 
 
 def processes(m: Migration) -> int:
-    """Processes that train: what accelerate is told, or --gpus."""
+    """Returns the number of processes that train, num_processes or else --gpus, and makes it m.gpus and a fact of the
+    report. Raises Unreadable where neither is given."""
     if not m.given("num_processes") and not m.gpus:
         raise Unreadable(
             m.table.name,
@@ -34,8 +36,14 @@ def processes(m: Migration) -> int:
 
 
 def batch(m: Migration):
-    """Batches are completions per process: a generation batch is per_device x processes x steps_per_generation of them,
-    an optimizer step per_device x processes x gradient_accumulation_steps."""
+    """Sets data.prompts_per_step, rollout.group_size, algorithm.num_minibatches and algorithm.ppo_epochs
+    (num_iterations).
+
+    Batches are completions per process: a generation batch, a step of jaxrl, is per_device x processes x
+    steps_per_generation of them, an optimizer step per_device x processes x gradient_accumulation_steps. Batches that
+    are no whole numbers of groups or do not divide refuse the job, as do steps_per_generation and generation_batch_size
+    together. Before TRL 1.10 dapo and cispo with several optimizer steps leave a known difference. Raises Unreadable as
+    `processes`."""
     per, accumulated = m.integer("per_device_train_batch_size"), m.integer("gradient_accumulation_steps")
     group, count = m.integer("num_generations"), processes(m)
     steps, whole = m.integer("steps_per_generation"), m.integer("generation_batch_size")
@@ -69,13 +77,15 @@ def batch(m: Migration):
 
 
 def updates(m: Migration) -> int:
-    """Optimizer steps, which TRL counts as steps, to one of ours."""
+    """Returns the optimizer steps, which TRL counts as steps, of one jaxrl step: algorithm.num_minibatches times
+    algorithm.ppo_epochs as set so far, 1 each where they are not."""
     found = [m.options.get(f"algorithm.{n}", (1, ()))[0] for n in ("num_minibatches", "ppo_epochs")]
     return found[0] * found[1]
 
 
 def in_steps(m: Migration, key: str, count: int) -> int:
-    """Optimizer steps as steps of ours, at least one."""
+    """Returns `count` optimizer steps as steps of jaxrl, rounded, at least one; a known difference, by `key`, where
+    they are no whole number."""
     ours = max(round(count / updates(m)), 1)
     if ours * updates(m) != count:
         m.differs(f"{key}={count} optimizer steps are {ours} steps of {updates(m)}")
@@ -83,6 +93,8 @@ def in_steps(m: Migration, key: str, count: int) -> int:
 
 
 def length_of_run(m: Migration):
+    """Sets train.steps by max_steps if it is above 0, else data.epochs by num_train_epochs. A fraction of an epoch is
+    rounded up and recorded as not carried over."""
     steps, epochs = m.integer("max_steps"), m.number("num_train_epochs")
     if steps and steps > 0:
         m.set("train.steps", in_steps(m, "max_steps", steps), "max_steps")
@@ -95,6 +107,8 @@ def length_of_run(m: Migration):
 
 
 def lengths(m: Migration):
+    """Sets rollout.max_new_tokens, and data.max_prompt_tokens with data.overlong_prompt=truncate_left. Without a
+    max_prompt_length it is 2048 and longer prompts are an error, which is a known difference."""
     longest = m.integer("max_prompt_length")
     m.set("rollout.max_new_tokens", m.integer("max_completion_length"), "max_completion_length")
     if longest:
@@ -129,6 +143,11 @@ LOSSES = {  # loss_type -> (loss, aggregation)
 
 
 def loss(m: Migration):
+    """Sets GRPO's loss: algorithm.policy_loss and aggregation by loss_type, the bounds or temperatures that this loss
+    reads, algorithm.ratio, advantage_std, mask_truncated and the entropy's options.
+
+    An unknown loss_type refuses the job and sets nothing; a top_entropy_quantile other than 1 refuses it, too. A file
+    that may be RLOO's leaves a known difference. Raises Unreadable for an unknown scale_rewards."""
     name = m.text("loss_type")
     if name not in LOSSES:
         m.lacks(
@@ -189,12 +208,16 @@ def _entropy(m: Migration):
 
 
 def kl(m: Migration):
+    """Sets algorithm.kl.* by beta: k3 in the loss, with use_bias_correction_kl k3_unbiased; and as
+    `synced_reference`."""
     unbiased = m.flag("use_bias_correction_kl")
     common.kl(m, m.number("beta"), "k3_unbiased" if unbiased else "k3", "loss", "beta", "use_bias_correction_kl")
     synced_reference(m)
 
 
 def synced_reference(m: Migration):
+    """Sets reference.reset_steps if sync_ref_model is on, beta is not 0 and ref_model_mixup_alpha is 1; another
+    ref_model_mixup_alpha, which mixes the reference, is recorded as not carried over."""
     if m.number("beta") and m.flag("sync_ref_model"):
         if m.number("ref_model_mixup_alpha") == 1:
             m.set(
@@ -219,6 +242,11 @@ MODES = {
 
 
 def mismatch(m: Migration):
+    """Sets algorithm.mismatch.correction, with its cap and low, by vllm_importance_sampling_*; none without use_vllm
+    and before TRL 0.23. off_policy_mask_threshold sets algorithm.mismatch.sequence_delta.
+
+    Recorded as not carried over are an unknown mode, with which nothing is set, a missing upper bound, for which the
+    cap is 1000, and a lower bound of weights that are truncated."""
     v = "vllm_importance_sampling_"
     if m.flag("use_vllm") and not before(m, "0.23") and m.flag(v + "correction"):
         mode = m.choice(v + "mode", MODES)
@@ -242,6 +270,8 @@ def mismatch(m: Migration):
 
 
 def sampling(m: Migration):
+    """Sets rollout.temperature, top_p (null: 1), top_k (null and 0: -1, all), min_p and, where it is not 1,
+    repetition_penalty with rollout.penalties_in_training. The report's facts have the first three."""
     m.set("rollout.temperature", m.number("temperature"), "temperature")
     m.set("rollout.top_p", 1.0 if m["top_p"] is None else m.number("top_p"), "top_p")
     m.set("rollout.top_k", int(m.number("top_k") or -1), "top_k")
@@ -254,7 +284,11 @@ def sampling(m: Migration):
 
 
 def engine(m: Migration):
-    """Translates use_vllm and TRL's vLLM options: engine, servers, their GPUs and memory."""
+    """Translates use_vllm and TRL's vLLM options. Without use_vllm nothing is set, and there is a known difference.
+
+    vllm_mode=colocate sets servers on the trainer's GPUs in turns with it (`devices.engine`) and
+    rollout.vllm.memory_fraction. Else rollout.engine=vllm is set, and rollout.servers where the file names a server,
+    and the user is asked for servers of `vllm serve`, or GPUs."""
     if not m.flag("use_vllm"):
         m.differs("completions come from jaxrl's engine (rollout.engine=auto), not from generate() of transformers")
         return
@@ -278,10 +312,10 @@ def engine(m: Migration):
     if m.text("vllm_server_base_url"):
         m.set("rollout.servers", (m.text("vllm_server_base_url"),), "vllm_server_base_url")
     elif m.given("vllm_server_host"):
-        host = "127.0.0.1" if host == "0.0.0.0" else host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         m.set(
             "rollout.servers",
-            (f"http://{host}:{m.integer('vllm_server_port')}",),
+            (f"http://{join_host_port(host, m.integer('vllm_server_port'))}",),
             "vllm_server_host",
             "vllm_server_port",
         )
@@ -292,6 +326,9 @@ def engine(m: Migration):
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.lr, the schedule and its warm-up, optimizer.floor by min_lr or min_lr_rate, and optimizer.name. A
+    warmup_steps between 0 and 1 is a share of the run, one of 1 or more wins over warmup_ratio. An unknown schedule or
+    optimizer (adamw is then set) and other lr_scheduler_kwargs are recorded as not carried over."""
     m.set("optimizer.lr", m.number("learning_rate"), "learning_rate")
     warmup, share = m.number("warmup_steps") or 0, m.number("warmup_ratio") or 0
     if 0 < warmup < 1:
@@ -328,6 +365,8 @@ def optimizer(m: Migration):
 
 
 def evaluation(m: Migration):
+    """Sets eval.every_steps or eval.every_epochs, eval.before, eval.after and, unless eval_strategy is no,
+    eval.temperature, eval.samples and eval.sets. Steps are optimizer steps there, a share of the run below 1."""
     kind, every = m.text("eval_strategy") or "no", m.number("eval_steps") or m.number("logging_steps")
     keys = ("eval_strategy", "eval_steps")
     said = "none" if kind == "no" else "every epoch, as training"
@@ -363,6 +402,9 @@ def _every(m: Migration, key: str, every: float, option: str, *keys: str) -> str
 
 
 def saving(m: Migration):
+    """Sets checkpoint.every_steps or checkpoint.every_epochs, checkpoint.keep (-1 = all), run.dir, checkpoint.upload.to
+    and run.resume. The user is asked for the owner of hub_model_id, and for the model where a TRL checkpoint is to be
+    resumed."""
     kind, every = m.text("save_strategy"), m.number("save_steps")
     if kind == "steps":
         _every(m, "save_steps", every, "checkpoint.every_steps", "save_strategy", "save_steps")
@@ -390,6 +432,8 @@ def saving(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.path, data.subset, data.split, data.shuffle and data.answer_column=solution. Without dataset_name the
+    user is asked for data.path."""
     common.data_files(m, [m["dataset_name"]], "dataset_name")
     if not m.text("dataset_name"):
         m.needs("data.path: the source names no data set (dataset_name)")
@@ -401,6 +445,8 @@ def data(m: Migration):
 
 
 def model(m: Migration):
+    """Sets train.param_dtype by dtype, train.compute_dtype by bf16 and fp16 (else accelerate's mixed_precision),
+    model.revision and model.chat_template. bf16 is on by default from TRL 0.19."""
     dtype = {"float32": "fp32", "bfloat16": "bf16", "auto": "", "": "", "float16": ""}.get(m.text("dtype").lower(), "")
     if dtype:
         m.set("train.param_dtype", dtype, "dtype")
@@ -424,12 +470,15 @@ def model(m: Migration):
 
 
 def reference_dtype(m: Migration):
-    """The reference is loaded as the policy is, and computes as it does."""
+    """Sets reference.dtype where the job has a reference, which is loaded as the policy is (dtype, else float32) and
+    computes as it does (`common.frozen_dtype`)."""
     common.frozen_dtype(m, "reference.dtype", *common.of(m, "train.compute_dtype"), held=m.text("dtype") or "float32")
 
 
 def routers(m: Migration):
-    """The loss that spreads tokens over experts: of models with experts it is on by default."""
+    """Leaves a known difference for TRL's loss that spreads tokens over experts, where its default is on and the
+    model's name is one of a model with experts; a router_aux_loss_coef other than the default and 0 is recorded as not
+    carried over."""
     key = "router_aux_loss_coef"
     value, usual = m.number(key) or 0.0, m.default(key)
     if value and value != usual:
@@ -442,6 +491,12 @@ def routers(m: Migration):
 
 
 def adapters(m: Migration):
+    """Sets lora.* where use_peft is on: rank, alpha, targets (q_proj and v_proj where none are named, a known
+    difference), rslora, dora, modules_to_save and base (nf4, int8, none). lora_dropout sets lora.dropout for SFT; else
+    it is left out, a known difference.
+
+    Adapters on a base in bf16 are trained in fp32, a known difference: train.param_dtype becomes fp32, and
+    lora.base_dtype bf16 unless train.compute_dtype is. fp4 is recorded as not carried over."""
     if not m.flag("use_peft"):
         return
     keys = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
@@ -471,12 +526,16 @@ def adapters(m: Migration):
 
 
 def loggers(m: Migration):
+    """Sets log.wandb, log.wandb_project and log.wandb_name by report_to, wandb_project and run_name (`common.loggers`);
+    "all" is wandb."""
     names = [str(n) for n in m.list("report_to")]
     names = ["wandb"] if names == ["all"] else [n for n in names if n != "none"]
     common.loggers(m, "report_to", names, m.text("wandb_project"), m.text("run_name"), "wandb_project", "run_name")
 
 
 def memory(m: Migration):
+    """Sets train.tokens_per_microbatch to per_device_train_batch_size sequences of the longest prompt and
+    completion."""
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     m.set(
         "train.tokens_per_microbatch", m.integer("per_device_train_batch_size") * longest, "per_device_train_batch_size"

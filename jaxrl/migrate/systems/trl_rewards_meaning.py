@@ -55,8 +55,13 @@ CODE_FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?```{language}.*?```.*?\n</a
 
 
 def rewards(m: Migration):
-    """Names of TRL and open-r1 are built-in rewards; places of functions are called, names with a slash are reward
-    models, other names are stubs."""
+    """Sets reward.functions by reward_funcs, with reward.arguments.*, reward.format_pattern, reward.weights and
+    reward.model.path.
+
+    Names of TRL and open-r1 are built-in rewards; places of functions (`module.name`) are called from NAME_reward.py
+    beside the config, which the user is told; names with a slash are reward models, of which a second one refuses the
+    job; other names, and none at all, are stubs that the user is asked to write. Weights that do not fit the functions
+    are recorded as not carried over."""
     names, file = [str(n) for n in m.list("reward_funcs")], f"{m.name}_reward.py"
     text, functions, weights = "", [], m.list("reward_weights")
     names, weights = _model(m, names, weights)
@@ -127,7 +132,8 @@ def _named(m: Migration, name: str) -> str:
 
 
 def turns(m: Migration):
-    """Tools, environments and loops of a script's own: the episode is to be written."""
+    """Sets env.max_turns by max_tool_calling_iterations and, for tools, a rollout_func or an environment_factory of a
+    script, an episode that the user is asked to write (`episodes.episode`)."""
     found = [
         (key, m.text(key))
         for key in ("tools", "rollout_func", "environment_factory")

@@ -43,8 +43,13 @@ def normalized(inputs):
 
 
 def loss(m: Migration):
-    """The mean over completions of -min(r A, clip(r) A), r the ratio of the whole completion. In the first optimizer
-    step of a batch r is 1, and the gradient is that of -A log pi(completion)."""
+    """Sets RLOO's loss: the mean over completions of -min(r A, clip(r) A), r the ratio of the whole completion, and
+    algorithm.mask_truncated.
+
+    With several optimizer steps per batch algorithm.policy_loss is a function in NAME_loss.py, with algorithm.clip_low,
+    clip_high and aggregation=sequence_mean. With one r is 1 and the gradient that of -A log pi(completion):
+    algorithm.policy_loss=pg, aggregation=sequence_sum, and the bounds are inert. Truncated completions that are masked
+    leave a known difference if there is a KL."""
     low, high = m.number("epsilon"), m.number("epsilon_high")
     by = "epsilon" if high is None else "epsilon_high"
     high = low if high is None else high
@@ -70,7 +75,12 @@ def loss(m: Migration):
 
 
 def advantages(m: Migration):
-    """The score less the mean of the group's others, of scores that are clipped, then have their KL taken off."""
+    """Sets leave-one-out advantages: the score less the mean of the group's others, of scores that are clipped, then
+    have their KL taken off.
+
+    They are algorithm.advantage_mean=leave_one_out, advantage_std=none and whiten=False, with reward_clip_range as
+    `clip`. normalize_advantages makes algorithm.advantage a function in NAME_advantage.py, which brings a step's to
+    mean 0 and deviation 1. Before TRL 1.6 there is a known difference of completions without a score."""
     m.set("algorithm.advantage_mean", "leave_one_out", "num_generations")
     m.set("algorithm.advantage_std", "none", "normalize_advantages")
     m.facts["advantage"] = "leave one out"
@@ -91,7 +101,10 @@ def advantages(m: Migration):
 
 
 def clip(m: Migration):
-    """Bounds that are not opposite move the rewards by their middle, which the leave-one-out baseline takes off."""
+    """Sets reward.clip to half of reward_clip_range's width. Bounds that are not opposite also set reward.bias: it
+    moves the rewards by the bounds' middle, which the leave-one-out baseline takes off, and is a known difference.
+
+    Raises Unreadable for anything but two finite numbers, the lower one first."""
     ends = m.list("reward_clip_range")
     if len(ends) != 2 or not all(type(end) in (int, float) and abs(end) < float("inf") for end in ends):
         raise m.wrong("reward_clip_range", "two numbers, the least and the largest reward")
@@ -108,11 +121,12 @@ def clip(m: Migration):
 
 
 def kl(m: Migration):
-    """The KL of a completion, log pi_old - log pi_ref summed over its tokens, is taken off its reward."""
+    """Sets algorithm.kl.* by beta: the KL of a completion, log pi_old - log pi_ref summed over its tokens, is taken off
+    its reward (k1 in the reward). Also as `trl_meaning.synced_reference`."""
     common.kl(m, m.number("beta"), "k1", "reward", "beta")
     trl.synced_reference(m)
 
 
 def mismatch(m: Migration):
-    """Log-probs are the trainer's own, whatever engine has sampled."""
+    """Sets algorithm.mismatch.correction=none: log-probs are the trainer's own, whatever engine has sampled."""
     m.set("algorithm.mismatch.correction", "none", "use_vllm")

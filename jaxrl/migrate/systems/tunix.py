@@ -26,7 +26,8 @@ LORA, FAR = (
 
 
 def grpo(name: str, default, other, **beside) -> tuple[Key, Key]:
-    """Returns the rows of an option of GRPO and of its agentic kind."""
+    """Returns the rows of an option of GRPO and of its agentic kind. default, other: as of Key. beside: other options
+    of the same table under which this one matters."""
     drawn = DRAWN if name.startswith("sampler") else {}
     turns = {"training_mode": "agentic_grpo", **drawn, **{AGENTIC + k: v for k, v in beside.items()}}
     one = {**drawn, **{GRPO + k: v for k, v in beside.items()}}

@@ -67,7 +67,8 @@ score.prepare = prepare
 
 
 def algorithm(m: Migration) -> str:
-    """Returns the table of the algorithm: grpo_config., agentic_grpo_config. or ppo_config."""
+    """Returns the algorithm's table, "grpo_config.", "agentic_grpo_config." or "ppo_config.": the agentic one by
+    training_mode or, without that, env_class_path; PPO's by the command or, without one, its table alone."""
     mode = m.text("training_mode")
     if mode.startswith("agentic") or not mode and m.given("env_class_path"):
         return AGENTIC
@@ -76,7 +77,7 @@ def algorithm(m: Migration) -> str:
 
 
 def unread(m: Migration, *names: str):
-    """Marks options of the other algorithms' tables."""
+    """Marks the options `names` of the other algorithms' tables as inert."""
     own = algorithm(m)
     for place in (GRPO, AGENTIC, PPO):
         for name in names if place != own else ():
@@ -84,7 +85,8 @@ def unread(m: Migration, *names: str):
 
 
 def owner(m: Migration, name: str) -> str:
-    """Returns the key of the actor that counts: its own where it is not base_config.yaml's value, else the model's."""
+    """Returns the key of an option that counts for the actor: its own where it is not base_config.yaml's value, else
+    the model's."""
     own = m[ACTOR + name]
     return ACTOR + name if own is not None and own != m.default(MODEL + name) else MODEL + name
 
@@ -93,7 +95,9 @@ OPTAX = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4, "end_value":
 
 
 def rate(m: Migration, place: str, name: str):
-    """Returns an option of an optimizer's table, which replaces base_config.yaml's as soon as a key of it is set."""
+    """Returns option `name` of an optimizer's table `place`. A source with a key of rl_training_config replaces that
+    table of base_config.yaml: an option that it leaves out is optax's default (OPTAX; None for others) and put into
+    m.replaced. Without such a key the critic's unset options are the actor's."""
     key = place + name
     if m.given(key) or not any(k.startswith(TRAINING) for k in m.singles):
         return m[key] if m[key] is not None or place == OPT else m[OPT + name]
@@ -123,8 +127,7 @@ def file_of_keys(m: Migration):
 
 
 def ends(m: Migration):
-    """Sets model.eos_tokens from a list of texts; other lists are left to the model's own files, and the report says
-    so."""
+    """Sets model.eos_tokens from a list of texts; other lists yield to the model's files, a known difference."""
     key = ROLLOUT + "eos_tokens"
     tokens = m.list(key)
     if tokens and all(isinstance(t, str) for t in tokens):
@@ -147,7 +150,9 @@ def lengths(m: Migration):
 
 
 def batch(m: Migration):
-    """Counts prompts; a mini-batch is an optimizer step."""
+    """Sets data.prompts_per_step, rollout.group_size (of PPO 1), algorithm.ppo_epochs and num_minibatches, a mini-batch
+    being an optimizer step. Of GRPO and PPO a step is a mini-batch if the sampler reads the actor's own weights
+    (`shares_weights`). Several passes over several mini-batches leave a known difference."""
     own = algorithm(m)
     group_key = own + "num_generations" if own != PPO else PPO + "num_iterations"
     prompts = m.integer("batch_size")
@@ -177,6 +182,7 @@ def shares_weights(m: Migration) -> bool:
 
 
 def advantage(m: Migration):
+    """Sets algorithm.advantage (PPO's gae, with critic.value_clip, or outcome), its mean, std and whiten."""
     own = algorithm(m)
     unread(m, "advantage_estimator", "gae_lambda", "gamma", "clip_range_value")
     if own == PPO:
@@ -215,18 +221,10 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration):
+    """Sets algorithm.policy_loss=clip with its clip bounds, dual_clip, ratio, aggregation and entropy_coef."""
     own = algorithm(m)
-    unread(
-        m,
-        "loss_algo",
-        "epsilon",
-        "epsilon_low",
-        "epsilon_high",
-        "epsilon_c",
-        "loss_agg_mode",
-        "entropy_coef",
-        "policy_loss_fn",
-    )
+    unread(m, "loss_algo", "epsilon", "epsilon_low", "epsilon_high", "epsilon_c")
+    unread(m, "loss_agg_mode", "entropy_coef", "policy_loss_fn")
     m.set("algorithm.policy_loss", "clip", own + "epsilon")
     if own == PPO:
         m.set("algorithm.ratio", "token", own + "epsilon")
@@ -253,6 +251,7 @@ def loss(m: Migration):
 
 
 def kl(m: Migration):
+    """Sets algorithm.kl.* by beta: of PPO in the reward, else in the loss, where k1 is not carried over: no KL."""
     own, kinds = algorithm(m), {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
     unread(m, "beta", "kl_loss_mode", "kl_method")
     name, coef = own + ("kl_method" if own == PPO else "kl_loss_mode"), float(m.number(own + "beta"))
@@ -268,7 +267,8 @@ def kl(m: Migration):
 
 
 def mismatch(m: Migration):
-    """Ratios are to the sampler's log-probs where it returns them; token weights of the trainer's to the sampler's."""
+    """Sets algorithm.old_logprobs (recompute with token weights and for PPO, rollout by return_logprobs and
+    use_rollout_logps, else auto) and algorithm.mismatch.correction (token_tis if sampler_is=token gets log-probs)."""
     own, drawn = algorithm(m), m.flag(ROLLOUT + "return_logprobs")
     unread(m, "use_rollout_logps", "sampler_is", "sampler_is_threshold")
     if own == PPO:
@@ -308,6 +308,7 @@ def sampling(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.* and a reward file by the command line's source; rows that it does not name are asked for."""
     source, name = m.text("data_source"), m.text("dataset_name")
     gsm8k = name in ("gsm8k", "openai/gsm8k", "openai/gsm8k:main")
     module = m.text("data_module")
@@ -350,15 +351,12 @@ def data(m: Migration):
             "environment that has what they import"
         )
     if m.flag("verl_compatible"):
-        m.lacks(
-            "verl_compatible",
-            "its reward files have verl's signature: call compute_score in the reward file",
-            refuse=False,
-        )
+        m.lacks("verl_compatible", "its reward files have verl's signature: call compute_score in the reward file")
 
 
 def whole_updates(m: Migration) -> int:
-    """Returns the optimizer steps of a run: max_steps, else those of the batches; 0 where the rows decide."""
+    """Returns the optimizer steps of a run: max_steps (set or base_config.yaml's) if not 0, else num_batches x
+    num_train_epochs x train_fraction; 0 where the rows decide."""
     key = TRAINING + "max_steps"
     own = m.given(key) or not any(k.startswith(TRAINING) for k in m.singles)
     if own and (steps := m.integer(key)):
@@ -378,7 +376,8 @@ def passes(m: Migration) -> int:
 
 
 def run(m: Migration):
-    """max_steps counts optimizer steps and is looked at after a step; the agentic learner counts steps."""
+    """Sets train.steps to max_steps, or the batches, rounded up from optimizer steps; those of the agentic learner are
+    steps. Without either data.epochs is set. data.max_rows is set or asked for where not all rows are used."""
     key, whole, epochs = TRAINING + "max_steps", whole_updates(m), passes(m)
     each = 1 if algorithm(m) == AGENTIC else common.updates(m)
     if whole:
@@ -425,6 +424,7 @@ def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
 
 
 def layout(m: Migration):
+    """Sets mesh.* by the actor's mesh, mesh.roles.* for a sampler with chips of its own, and rollout.engine=jax."""
     shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
     sizes = _sizes(m, shape, names)
     known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
@@ -456,9 +456,9 @@ PARSERS = ("qwen", "gemma4")  # classes of Tunix that a program's call names
 
 
 def chat(m: Migration):
-    """Whether there is a template, and whether it lets the model think: Gemma 4's parser alone reads it from the
-    command line. A learner takes prompts as they are; the command line renders its rows before, agents their
-    messages."""
+    """Sets data.chat and data.chat_template_kwargs.enable_thinking, which the command line reads for Gemma 4's parser
+    alone. A learner takes prompts as they are (data.chat=false); the command line renders its rows before, agents their
+    messages. Of a parser of the program's own the user is asked for rendered rows."""
     key, own = "chat_parser_config.enable_thinking", "chat_parser_config.type"
     rendered = "apply_chat_template_to_dataset"
     program, agents = m.table.job == "program", algorithm(m) == AGENTIC
@@ -479,6 +479,7 @@ def chat(m: Migration):
 
 
 def adapters(m: Migration):
+    """Sets lora.* by the actor's adapters, else the model's; layers without a known projection are asked for."""
     place = ACTOR if m[ACTOR + "lora_config.rank"] is not None else MODEL
     if not m[place + "lora_config.rank"]:
         return
@@ -532,7 +533,8 @@ def class_of(model: str) -> str:
 
 
 def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
-    """Sets and returns the trainer's dtype: by its key, else fp32 of some classes of models, else the usual one."""
+    """Sets and returns train.compute_dtype: by its key, else fp32 for classes (`kind`) IN_FP32 from 0.1.7 on, but not
+    of maxtext, with run.matmul_precision=default and a known difference, else `usual`."""
     named = common.DTYPES.get(m.text(key))
     wide = m.version != "0.1.6" and kind in IN_FP32 and m.text(MODEL + "model_source") != "maxtext"
     found = named or ("fp32" if wide else usual)
@@ -547,8 +549,8 @@ def computed(m: Migration, key: str, kind: str, usual: str, *keys: str) -> str:
 
 
 def dtypes(m: Migration):
-    """Weights are held as the checkpoint has them. Since 0.1.7 some models multiply in their config's dtype, of fp32
-    where it is not set; the others in that of their weights."""
+    """Sets rollout.dtype, train.compute_dtype (`computed`) and train.param_dtype (the actor's load_dtype, else bf16).
+    From 0.1.7 some models multiply in their config's dtype, fp32 if it is not set, others in their weights' dtype."""
     key = owner(m, "dtype")
     kind = class_of(m.text(owner(m, "model_id")) or m.text(MODEL + "model_name"))
     m.set("rollout.dtype", computed(m, key, kind, "bf16"), key)
@@ -558,6 +560,7 @@ def dtypes(m: Migration):
 
 
 def memory(m: Migration):
+    """Sets train.tokens_per_microbatch and train.score_tokens_per_microbatch, for one data shard."""
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
     size, group = m.integer(key), m.options["rollout.group_size"][0]

@@ -18,7 +18,8 @@ Found = Iterator[tuple[str, Any, str]]
 
 
 def read(nodes: list[ast.AST], known, file: str) -> Found:
-    """Yields (key, value or Computed, place)."""
+    """Yields (key of the command line, value or Computed, place) for what no single call gives a config: meshes,
+    models, adapters and chat parsers of a program. known: its names (python_files). file: its name, for the places."""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     yield from _meshes(calls, known, file)
     yield from _model(nodes, known, file)
@@ -49,8 +50,8 @@ def _text(node: ast.AST | None) -> Computed:
 
 
 class Mesh(NamedTuple):
-    """A mesh of a program. shape, axes: values, or Computed. devices: the expression of those it takes; "" = the first
-    ones. line: where it stands."""
+    """A mesh of a program. shape, axes: values, or Computed. devices: its slice of the devices as text ("[4:]"); "" =
+    all of them, the first ones first; "?" = not known. line: where it stands."""
 
     shape: Any
     axes: Any

@@ -72,13 +72,16 @@ def _shape(m: Migration, place: str, kind: str, peak: float) -> dict[str, tuple]
 
 
 def kind_of_optimizer(m: Migration):
-    """Says that an optimizer other than AdamW is not read."""
+    """Records opt_type as not carried over if it is another than AdamW."""
     kind = rate(m, OPT, "opt_type")
     if str(kind or "adamw").lower() != "adamw":
         m.lacks(OPT + "opt_type", f"{kind}: the optimizer is AdamW")
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.* by the actor's table: lr, schedule, warm-up, decay, b1, b2, eps, weight_decay; max_grad_norm is
+    0. A schedule that is not read, and one without a rate above 0, refuses the job; another optimizer is not carried
+    over."""
     kind_of_optimizer(m)
     for option, (value, *keys) in _rate(m, OPT).items():
         m.set(f"optimizer.{option}", value, *keys)
@@ -90,6 +93,8 @@ def optimizer(m: Migration):
 
 
 def critics_optimizer(m: Migration):
+    """Sets critic.lr and, where they are not the policy's, critic.optimizer.* by PPO's critic_optimizer_config; without
+    its keys the user is asked for critic.lr. For the other algorithms its keys are inert."""
     given = [s.key for s in m.singles.values() if s.key.startswith(VALUE)]
     if algorithm(m) != PPO:
         for key in given:

@@ -29,7 +29,8 @@ CLASSES = {  # defaults of the classes, where they are not base_config.yaml's
 
 
 def model(m: Migration):
-    """The model, or that of the tokenizer where no call names it."""
+    """Sets model.path by the program's model, else by that of its sampler or tokenizer, which the user is asked to
+    check; where no call names one the user is asked for it. Also run.seed, and model.tokenizer where it is another."""
     tokenizer = "tokenizer_config.tokenizer_path"
     key = ACTOR + "model_id" if m.text(ACTOR + "model_id") else MODEL + "model_id"
     engines = (ROLLOUT + "rollout_vllm_model_version", ROLLOUT + "rollout_sglang_jax_model_version")
@@ -46,6 +47,8 @@ def model(m: Migration):
 
 
 def batch(m: Migration):
+    """Sets what the command line's `batch` sets. Without batch_size a step has the prompts of one mini-batch (else 1),
+    and the user is asked for data.prompts_per_step."""
     if m["batch_size"] is not None:
         meaning.batch(m)
         return
@@ -59,6 +62,9 @@ def batch(m: Migration):
 
 
 def data(m: Migration):
+    """Sets data.path, data.subset, data.split and data.system_prompt where calls name them; the user is asked for the
+    rows, which the program makes in Python. Adds a stub of the rewards, which the user is asked to write, unless an
+    environment scores."""
     path = m.text("data_directory")
     if path:
         common.data_files(m, [path], "data_directory")
@@ -81,7 +87,9 @@ def data(m: Migration):
 
 
 def run(m: Migration):
-    """max_steps counts optimizer steps, the agentic learner's steps, as for the command line."""
+    """Sets train.steps by max_steps (optimizer steps, rounded up to steps; of the agentic learner they are steps).
+    Without it train.steps is 1 and the user is asked. There is no evaluation; if the program evaluates, the user is
+    asked for eval.sets."""
     key, every = TRAINING + "max_steps", TRAINING + "eval_every_n_steps"
     each = 1 if meaning.algorithm(m) == AGENTIC else common.updates(m)
     m.set("train.steps", -(-(m.integer(key) or 1) // each), key)
@@ -95,6 +103,8 @@ def run(m: Migration):
 
 
 def optimizer(m: Migration):
+    """Sets optimizer.* as the command line's, and optimizer.max_grad_norm by optax.clip_by_global_norm. Without a
+    learning rate the user is asked for optimizer.lr, and the schedule is constant."""
     tunix_optimizer.kind_of_optimizer(m)
     if not any(m.given(OPT + name) for name in ("learning_rate", "peak_value", "value", "init_value")):
         m.needs("optimizer.lr: no learning rate of optax is found: give "
@@ -110,7 +120,9 @@ def optimizer(m: Migration):
 
 
 def dtypes(m: Migration):
-    """The actor's dtype is what its weights are read in; a model's config may compute in another."""
+    """Sets train.param_dtype to the dtype that the actor's weights are read in, else fp32; train.compute_dtype, which a
+    model's config may have otherwise; and rollout.dtype, by vLLM's option where that is the engine. What the program
+    does not say is asked."""
     key = ACTOR + "load_dtype"
     found, engine = common.DTYPES.get(m.text(key), ""), ROLLOUT + "rollout_vllm_kwargs.dtype"
     m.set("train.param_dtype", found or "fp32", key)

@@ -10,6 +10,9 @@ EPISODE = 1800.0  # seconds of an episode, unset
 
 
 def turns(m: Migration):
+    """Sets rollout.max_staleness of agentic jobs and, of those with an agent, an environment or several turns, an
+    episode that the user is asked to write, with env.max_turns, env.episode_seconds, env.step_seconds, env.in_flight,
+    the bound of the conversation and, without reward functions, reward.functions=(). Other algorithms set nothing."""
     if algorithm(m) != AGENTIC:
         return
     env, agent, bound = m.text("env_class_path"), m.text("agent_class_path"), m.integer(AGENTIC + "max_turns")

@@ -74,11 +74,15 @@ class Adapter:
     """The adapter of a model, or an adapter set.
 
     Attributes:
-      targets: linear maps with A and B.
+      targets: linear maps with A and B. In a set each has the sum of the members' ranks, and scale 1.
       saved: HF names of modules that train whole.
-      shifted, decomposed: see the module's docstring.
-      dropout: probability with which an input of A is dropped, if parameters are `noisy`.
+      shifted: whether frozen copies A0, B0 of the initial A and B are subtracted (PiSSA, OLoRA).
+      decomposed: whether the length m of every output's column is trained as well (DoRA).
+      dropout: probability with which an input of A is dropped, in parameters that `noisy` prepared; elsewhere it has no
+        effect.
       quantized: how the base is stored, one of quantized.KINDS; "" = as it is.
+      parts: (name, Adapter) of each member of an adapter set (models.adapters.adapter_set), numbered from 1; () = a
+        single adapter.
     """
 
     targets: tuple[Target, ...]
@@ -91,7 +95,7 @@ class Adapter:
 
 
 def module_of(hf_name: str) -> str:
-    """Returns HF's name of the module that a tensor belongs to."""
+    """Returns HF's name of the module that a tensor belongs to: the tensor's name up to its last dot."""
     return hf_name.rpartition(".")[0]
 
 
@@ -99,8 +103,8 @@ def adaptable(entry) -> bool:
     """Whether an entry of the parameter table can have an adapter: it is the kernel of a linear map in a layer or in a
     tower.
 
-    Embedding, routers and experts cannot, since the code that uses them reads their weights directly; they can be
-    trained whole. The head is apart from these (`head_entry`).
+    Embedding, routers, experts, and the first product and Gemma 3's projector of a tower cannot, since the code that
+    uses them reads their weights directly; they can be trained whole. The head is apart from these (`head_entry`).
     """
     return (bool(entry.inputs) and entry.row.adapts and entry.path[-1] == "kernel"
             and (entry.path[0] == "vision" or any("layers." in name for name in entry.hf_names)))
@@ -132,9 +136,10 @@ def first_parts(base) -> dict[str, str]:
 
 
 def entries(adapter: Adapter, base) -> tuple[parameters.Entry, ...]:
-    """Returns the parameter table of base and adapter, from the table of the base.
+    """Returns the parameter table of base and adapter, sorted by path, from the entries of the base; kernels of
+    `in_few_bits` are replaced by their codes and scale.
 
-    Raises ConfigError for targets and saved modules that the base does not have, or that cannot be adapted or saved.
+    Raises ConfigError as `check` does.
     """
     ranks = {target.name: target for target in adapter.targets}
     _check(adapter, base)
@@ -187,7 +192,13 @@ def _entries_of(entry, rank: int, adapter: Adapter) -> list[parameters.Entry]:
 
 
 def check(model) -> None:
-    """Raises ConfigError if a model's adapter does not fit the model."""
+    """Raises ConfigError if a model's adapter does not fit the model; a model without an adapter passes.
+
+    Refused are targets that are no linear map of a layer or tower (`adaptable`) nor the output matrix, that occur
+    twice, have a rank below 1, or are saved, too; saved modules that `saved_paths` refuses; the output matrix as a
+    target of a set or of a shifted, decomposed or dropout adapter, or beside a saved embedding that it is tied to; a
+    quantized base with experts, and nf4 where 64 does not divide the inputs of a kernel.
+    """
     if model.adapter is not None:
         _check(model.adapter, model.base.entries)
 
@@ -269,8 +280,8 @@ def trains(model) -> frozenset[str]:
 
 
 def without(params):
-    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes (adapters.quantized), and no array
-    is copied.
+    """Returns the base's parameters: the tree without `lora` nodes. Codes stay codes (adapters.quantized), modules that
+    train whole stay as they are trained, and no array is copied.
     """
     nodes = {name: without(node) if isinstance(node, dict) else node for name, node in params.items() if name != NODE}
     return {name: node for name, node in nodes.items() if not isinstance(node, dict) or node}
@@ -282,9 +293,11 @@ def joined(params, flat: dict):
 
 
 def base_in_few_bits(model, params):
-    """Quantises parameters of `model.base` as the adapter stores them; returns a tree without `lora` nodes, whose
-    kernels are {codes, scale} (adapters.quantized). Other arrays are unchanged, all of them if the adapter has no
+    """Quantises parameters of `model.base` as the adapter stores them: returns the tree in which the kernels of
+    `in_few_bits` are {codes, scale} (adapters.quantized). Other arrays are unchanged, all of them if the adapter has no
     `quantized`.
+
+    params: all kernels of the base, not quantised yet. KeyError for a kernel that is missing.
     """
     flat = parameters.flattened(params)
     for entry in in_few_bits(model.adapter, model.base.entries):
@@ -297,10 +310,12 @@ def base_in_few_bits(model, params):
 def merged(model, params):
     """Merges the adapter: returns parameters of `model.base` that compute the same as `model`.
 
-    Kernels become W + scale * A B, with columns scaled to the length m if the adapter is decomposed. They are computed
-    in fp32 or better and cast back to W's dtype (fp32 or better if W is stored as codes). Kernels missing in `params`
-    are skipped. Pure and jittable; `params` is not changed. Raises ConfigError for an adapter on an output matrix that
-    is the embedding.
+    Kernels become W + scale * A B, less scale * A0 B0 if the adapter is shifted, with columns scaled to the length m if
+    it is decomposed. They are computed in fp32 or better and cast back to W's dtype (fp32 or better if W is stored as
+    codes). Kernels missing in `params` are skipped. Pure and jittable; `params` is not changed.
+
+    model: with a single adapter; of a set take one member (adapter_set.select_model, take_leaves). Raises ConfigError
+    for an adapter on an output matrix that is the embedding.
     """
     flat = parameters.flattened(params)
     if adapts_head(model.adapter) and model.config.tied:
@@ -363,7 +378,10 @@ def _stretch(m, lengths, scale, inputs: tuple[int, ...] = ()):
 
 def stretch(kernel, leaves, inputs: int):
     """Returns m / |W + scale * A B| [*outputs] of one module, in fp32 or better; 1 where scale is 0. The length has no
-    gradient. kernel: W. leaves: a, b, scale, m. inputs: number of W's input axes.
+    gradient.
+
+    kernel: W [*inputs, *outputs]. leaves: {a [*inputs, r], b [r, *outputs], scale [], m [*outputs]}. inputs: number of
+    W's input axes.
     """
     length = jax.lax.stop_gradient(lengths(kernel, leaves["a"], leaves["b"], leaves["scale"], inputs))
     return _stretch(leaves["m"].astype(length.dtype), length, leaves["scale"].astype(length.dtype))
@@ -376,11 +394,11 @@ def _product(a, b, lead: int):
 
 
 def noisy(model, params, seed):
-    """Returns parameters with which the adapters apply dropout to the inputs of A: with leaves `key` and `keep` added
-    beside every `scale`, for one forward pass.
+    """Returns parameters with which the adapters apply dropout to the inputs of A: with leaves `key` (uint32, data of a
+    PRNG key) and `keep` (fp32, 1 - dropout) added beside every `scale`, for one forward pass.
 
-    Each input is 0 with the probability `dropout`, else divided by 1 - dropout; every module draws its own mask.
-    seed: [] integer.
+    Each input is 0 with the probability `dropout`, else divided by 1 - dropout. Every A draws its own mask, from the
+    seed and its name; parts that share an A share the mask. seed: [] integer. Pure.
     """
     key, rate, flat = jax.random.key(seed), model.adapter.dropout, {}
     for entry in model.entries:
@@ -407,13 +425,14 @@ def dropped(x, key, keep):
 def initial(model, key, name: str = "default") -> dict[str, jax.Array]:
     """Returns {flat name: fp32 initial value} of every adapter leaf but m (see `magnitudes`). Pure.
 
-    B is zero, so the adapter changes nothing at first; `scale` is the target's, 0 where a repetition has no adapter.
+    B is zero, and so are A0 and B0, so the adapter changes nothing at first; `scale` is the target's, 0 where a
+    repetition has no adapter.
 
     default: A uniform in +-1/sqrt(inputs), as PEFT's and nn.Linear's (not he_uniform, which is sqrt(6) times wider).
-    gaussian: A normal with standard deviation 1/r. The values of a module depend on its HF name and shape alone, not on
-    mesh, scan or dtype. key: a jax PRNG key.
+    gaussian: A normal with standard deviation 1/r.
+    Beside the key, the values of a module depend on its HF name and shape alone, not on mesh, scan or dtype.
 
-    Raises ConfigError for another name.
+    model: with a single adapter, no set. key: a jax PRNG key. Raises ConfigError for another name.
     """
     if name not in DRAWS:
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(DRAWS)}")
@@ -488,10 +507,11 @@ def _padded(a, shape):
 
 
 def digest(params) -> np.ndarray:
-    """Returns [32] uint8: SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of a tree's arrays.
+    """Returns [32] uint8 in host memory: SHA-256 over names, dtypes, shapes and two 32-bit hashes of the contents of a
+    tree's arrays.
 
     The hashes are sums of integers over all elements, so mesh and layout do not change them, and computed where the
-    arrays lie: nothing is gathered.
+    arrays lie: nothing is gathered. Every process that holds parts of the arrays must call it.
     """
     flat = parameters.flattened(params)
     near = {name: x for name, x in flat.items() if not memory.rests(x)}

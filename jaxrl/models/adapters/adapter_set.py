@@ -29,10 +29,11 @@ from jaxrl.models.adapters import NODE, Adapter, Target
 
 
 def combine_adapters(parts: dict[str, Adapter]) -> Adapter:
-    """Combines {name: adapter} into one Adapter that holds the set, numbered from 1 in the order of `parts`.
+    """Combines {name: adapter} into one Adapter that holds the set, numbered from 1 in the order of `parts`. Its
+    targets have the sums of the members' ranks, and scale 1.
 
     Raises ValueError for a member with options that only a single adapter may have (saved modules, a shifted base,
-    DoRA, dropout, members of its own), and for members whose bases are quantised differently.
+    DoRA, dropout, members of its own), for members whose bases are quantised differently, and for no member.
     """
     ranks: dict[str, int] = {}
     for name, part in parts.items():
@@ -67,14 +68,13 @@ def _columns(model):
 
 
 def take_leaves(model, k: int, flat: dict) -> dict:
-    """Returns the leaves of adapter k (from 0), shaped as in `select_model`, and all leaves that belong to no adapter.
+    """Returns the leaves of adapter k (from 0), shaped as in `select_model`, and all leaves that belong to no adapter,
+    by flat name. Pure.
 
     Args:
       model: with an adapter set.
       k: number of the adapter, from 0.
       flat: all leaves of the model by flat name, or some of them.
-
-    Pure.
     """
     out = {name: x for name, x in flat.items() if not adapters.is_adapter(name)}
     for module, lead, columns in _columns(model):
@@ -93,7 +93,8 @@ def join_leaves(model, each: list[dict]) -> dict:
 
     Args:
       model: with an adapter set.
-      each: flat leaves of each member, in the order of their numbers, shaped as in `select_model`.
+      each: flat leaves of each member, in the order of their numbers, shaped as in `select_model`. A leaf that belongs
+        to no adapter is returned from the last member that has it.
     """
     out = {name: x for flat in each for name, x in flat.items() if not adapters.is_adapter(name)}
     for module, lead, columns in _columns(model):

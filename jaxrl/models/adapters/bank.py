@@ -54,6 +54,8 @@ def axes(model) -> dict[str, int]:
 
 
 def sharding(one: NamedSharding, axis: int) -> NamedSharding:
-    """Returns the sharding of a stacked leaf: that of the leaf, and whole along the bank."""
+    """Returns the sharding of a stacked leaf: that of the leaf, `one`, and whole along `axis`, which the bank stacks it
+    along.
+    """
     spec = (*one.spec, *(None,) * (axis - len(one.spec)))
     return NamedSharding(one.mesh, P(*spec[:axis], None, *spec[axis:]), memory_kind=one.memory_kind)

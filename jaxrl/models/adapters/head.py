@@ -41,7 +41,8 @@ def has_one(params) -> bool:
 def low_rank(params, hidden, dtype, whose_BxL=None) -> LowRank | None:
     """Returns what an adapter adds to the logits of hidden states [..., D], in `dtype`; None without one.
 
-    whose_BxL: adapter number of each token, in a bank alone; hidden are [B, ..., D] then.
+    whose_BxL: int32 adapter number of each token, read in a bank alone; hidden are [B, ..., D] then, and all tokens of
+    a row have one adapter.
     """
     if not has_one(params):
         return None

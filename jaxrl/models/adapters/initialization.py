@@ -51,14 +51,17 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
     """Returns {flat name: initial value} of every leaf of the model's adapter. Pure; jit with `model`, `name` static.
 
     Args:
-      model: with its adapter (`shifted` as is_shifted(name) says). key: jax PRNG key of the random ones.
-      base_params: parameters of `model.base`. Decompositions are taken in fp32 (float64 where they are); of a scanned
-        or sharded model one matrix is whole at a time.
+      model: with its adapter (`shifted` as is_shifted(name) says). Each member of an adapter set starts by itself, from
+        the same key.
+      key: jax PRNG key of the random ones.
+      base_params: parameters of `model.base`. Decompositions are taken and returned in fp32 (float64 where the kernels
+        are); of a scanned or sharded model one matrix is whole at a time.
       name: see the module.
-      directions: eva's, HF module name -> [I, r] (see `principal_inputs`).
+      directions: eva's, HF module name -> [I, r] (see `principal_inputs`); None for other names. Members of a set do
+        not get them, so a set cannot start with eva.
 
-    Raises ConfigError for an unknown name, an odd rank with orthogonal, and a rank above what W has; ValueError for an
-    adapter whose `shifted` does not fit the name.
+    Raises ConfigError for an unknown name, an odd rank with orthogonal, and, with pissa, olora and eva, a rank above
+    what W has; ValueError for an adapter whose `shifted` does not fit the name.
     """
     if not is_init(name):
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
@@ -148,7 +151,10 @@ def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL
     They are taken over the tokens that are not padding (segment > 0), about the mean, in fp32 (float64 if the model
     computes in it), in the order of their variance. They have length 1, and their signs are arbitrary.
 
-    tokens, positions, segments: int32, packed rows as in Model.forward, without prefixes. base_params: of `model.base`.
+    Args:
+      model: with an adapter; r is the rank of each target. The base computes the inputs.
+      base_params: parameters of `model.base`.
+      tokens_BxL, positions_BxL, segments_BxL: int32, packed rows as in Model.forward, without prefixes.
 
     Raises ConfigError if there are not more tokens than the rank.
     """

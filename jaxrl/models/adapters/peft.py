@@ -67,14 +67,15 @@ FIELDS: dict[str, Any] = {  # of a LoraConfig, as it is saved where nothing is s
 def resolve(options, model) -> Adapter:
     """Returns the adapter that config.lora describes on a model: that of `options.path`, or by PEFT's rules.
 
-    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with
-    signs that no name has is a pattern for whole names; "all-linear" is every linear module but the output
-    matrix. `exclude` and `modules_to_save` take modules out, `layers` keeps those of some layers. Of
-    `rank_pattern` and `alpha_pattern` the first key that fits the end of the name decides. scale = alpha / rank,
-    with rslora alpha / sqrt(rank) (arXiv 2312.03732).
+    Entries of `targets` and `exclude` are HF names of modules or their ends behind a "."; a single entry with signs
+    that no name has is a pattern for whole names; "all-linear" is every linear map that can have an adapter (so no
+    expert or router), except those that only their name selects (Row.by_name) and the output matrix. `exclude` and
+    `modules_to_save` take modules out, `layers` keeps those of some layers. Of `rank_pattern` and `alpha_pattern` the
+    first key that fits the end of the name decides. scale = alpha / rank, with rslora alpha / sqrt(rank) (arXiv
+    2312.03732); alpha None = the rank. `dropout` and `quantized` of the result are not set here.
 
-    Raises ConfigError for an entry that fits nothing (option, value, examples), for embeddings and output matrices as
-    targets, and for what `read` refuses.
+    Raises ConfigError for an entry that fits nothing (option, value, examples) or is malformed, for embeddings, output
+    matrices, experts and routers as targets, if no target is left, and for what `read` refuses.
     """
     if options.path:
         return read(options.path, model)[0]
@@ -102,8 +103,10 @@ class Source:
 
 
 def source(path: str) -> Source:
-    """Reads the adapter folder at `path` (or the hub's), anew at every call. Raises ConfigError unless it is a LoRA
-    folder of PEFT's with safetensors.
+    """Reads the adapter folder at `path` (or the hub's), anew at every call.
+
+    Raises ConfigError if it cannot be found or fetched, is no LoRA folder of PEFT's with safetensors, or its
+    safetensors file cannot be read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -173,9 +176,10 @@ def _same(one: Adapter, other: Adapter) -> bool:
 def read(folder, model, head: bool = False) -> tuple[Adapter, dict[str, np.ndarray]]:
     """Reads the adapter in a PEFT folder (or hub id) and its values, laid out as in the model's parameter tree.
 
-    Returns (Adapter, {path joined by "/": array}): a, b and scale beside every adapted kernel, fp32 (float64 where the
-    file has it) and padded with zeros where ranks differ, and the arrays of modules that were trained whole. head:
-    whether the output matrix may have an adapter.
+    Returns (Adapter, {path joined by "/": array}): of every adapted kernel a, b and scale and, of DoRA, m, in fp32 (all
+    in float64 if the file has a float64 tensor) and padded with zeros where ranks differ; and the arrays of modules
+    that were trained whole. A field of its config that jaxrl does not know is logged and has no effect. head: whether
+    the output matrix may have an adapter.
 
     Raises ConfigError naming the folder for files that do not fit each other or the model, and for adapters that
     compute something that is not served (biases, PiSSA that was not converted ...).
@@ -246,18 +250,24 @@ def _values(adapter: Adapter, model, stored) -> dict[str, np.ndarray]:
 
 
 def of_parts(model, places, array) -> list[np.ndarray]:
-    """Splits an array [outputs, ...] of a module into those of its kernels, [outputs of one, ...]."""
+    """Splits an array [outputs, ...] of a module into those of its kernels, [outputs of one, ...], in the order of
+    `places`, the module's Places (selection.linears).
+    """
     groups = parts.groups_of(places[0].entry.row, model.config)
     return parts.unpack(array, groups, [place.entry.hf_shape[0] for place in places])
 
 
 def leaf_paths(entry) -> tuple[str, ...]:
-    """Returns the paths of a kernel's adapter leaves `a`, `b` and `scale`."""
+    """Returns the paths of a kernel's adapter leaves `a`, `b` and `scale`, joined by "/". A part that shares A and
+    scale with an earlier part (`first_parts`) has no array at its paths of `a` and `scale`.
+    """
     return tuple("/".join((*entry.path[:-1], NODE, leaf)) for leaf in ("a", "b", "scale"))
 
 
 def lora_shapes(entry, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of `a` and `b` for one tensor of a kernel's row."""
+    """Returns the shapes of `a`, (*inputs, rank), and `b`, (rank, *outputs), for one tensor of a kernel's row, without
+    stacked axes.
+    """
     shape = entry.kind[0]
     return (*shape[:entry.inputs], rank), (rank, *shape[entry.inputs:])
 
@@ -273,13 +283,14 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
       folder: the directory.
       model: with the adapter. params: its parameter tree (base, adapters, modules that are trained whole).
       options: config.lora. Where `path` names a folder and the adapter is still that one, its config, dtypes and file
-        layout are kept.
+        layout are kept; where it is another one, a warning is logged.
       base_name: the base model, for base_model_name_or_path; empty = none.
       dtype: of tensors that no folder decides: "auto" = float32, or a name as hf.export takes it.
 
     An adapter that began as a part of the base (pissa, olora: `adapter.shifted`) is written as the plain LoRA of twice
     the rank that it is together with what was taken from the base: A [a; a0], B [b, -b0], rank and alpha doubled (with
-    rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it.
+    rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it, and as `source` does
+    for `path`. An adapter on a quantized base is logged as one that computes something else on another base.
     """
     adapter, folder = model.adapter, Path(folder)
     if adapter.quantized:
@@ -455,8 +466,8 @@ RANKS = {"F64": 0, "F32": 1, "BF16": 2, "F16": 3}  # the order in which the safe
 
 
 def save_tensors(file: Path, arrays: dict[str, np.ndarray], head: bytes = b"") -> None:
-    """Writes a safetensors file as the safetensors library does, or with the exact `head` of another file that has
-    these names, dtypes and shapes.
+    """Writes a safetensors file as the safetensors library does, or with the exact `head` (the bytes before the data)
+    of another file that has these names, dtypes and shapes; a head that does not fit is ignored.
     """
     codes = {name: tensorfile.CODES[array.dtype] for name, array in arrays.items()}
     if head:

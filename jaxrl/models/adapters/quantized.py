@@ -70,8 +70,11 @@ def dtype_of(entry: parameters.Entry, kind: str):
 
 
 def quantized(kernel, kind: str, inputs: int, stacked: int = 0) -> dict[str, jax.Array]:
-    """Quantises a kernel [*stacked, *I, *O] to {codes, scale} (shapes: see the module): nearest codes, computed in
-    fp32; int8 rounds halves to even codes.
+    """Quantises a kernel [*stacked, *I, *O] to {codes, scale}: nearest codes, computed in fp32; int8 rounds halves to
+    even codes.
+
+    int8: codes [*stacked, *I, *O] int8, scale [*stacked, *O] fp32. nf4: codes [*stacked, I/64, 32, *O] uint8, scale
+    [*stacked, I/64, *O] fp32.
 
     Pure, jittable. kind: int8 or nf4; for nf4 BLOCK must divide the inputs. inputs: number of the axes *I. stacked:
     number of leading axes, each of whose kernels is quantised by itself.

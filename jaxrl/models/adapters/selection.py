@@ -65,20 +65,25 @@ def hf_shape(places: tuple[Place, ...]) -> tuple[int, int]:
 
 
 def without_adapters(model) -> list[str]:
-    """Returns transformers' names of the linear maps in layers that cannot have an adapter: experts and their routers,
-    and the first product of a tower."""
+    """Returns transformers' names of the linear maps that cannot have an adapter: experts and their routers, and of a
+    tower the first product and Gemma 3's projector.
+    """
     return [outer_name(model, module_of(name)) for name, place in tensors(model).items()
             if place.entry.inputs and not place.entry.row.adapts]
 
 
 def unread_modules(model) -> list[str]:
-    """Returns transformers' names of the linear maps of a tower that stands beside a text model and is not read."""
+    """Returns transformers' names of the linear maps of a tower that stands beside a text model and is not read; []
+    where it is read, and without a tower.
+    """
     kind = FAMILIES[model.config.family].vision
     return module_names(kind) if kind and model.config.vision is None else []
 
 
 def outer_name(model, name: str) -> str:
-    """Returns transformers' name of a tensor or module: a text model with a tower lies within another model there."""
+    """Returns transformers' name of a tensor or module: a text model with a tower lies within another model there, so
+    that "model." becomes "model.language_model."; other names are unchanged.
+    """
     family = FAMILIES[model.config.family]
     if family.vision and name.startswith("model.") and not re.fullmatch(family.tower, f"{name}."):
         return "model.language_model." + name.removeprefix("model.")
@@ -94,7 +99,7 @@ def modules_of(model) -> list[str]:
 
 
 def around(module: str) -> list[str]:
-    """Returns a module's name and those of the modules that contain it."""
+    """Returns a module's name and those of the modules that contain it, the outermost first."""
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
@@ -102,7 +107,12 @@ def around(module: str) -> list[str]:
 # ---- which of them ---------------------------------------------------------------------------------------------------
 
 class Selection(NamedTuple):
-    """The fields of PEFT's LoraConfig that select modules, under PEFT's names."""
+    """The fields of PEFT's LoraConfig that select modules, under PEFT's names.
+
+    A text in target_modules or exclude_modules is a pattern for whole names ("all-linear" in target_modules: every
+    linear map); a tuple holds names or their ends. () excludes nothing, saves nothing, and keeps all layers. The
+    patterns' tables map a pattern for the end of a name to a number.
+    """
 
     r: int
     lora_alpha: float
@@ -121,7 +131,8 @@ OPTIONS = {"target_modules": "lora.targets", "exclude_modules": "lora.exclude", 
 
 
 def selection_of(options) -> Selection:
-    """Converts config.lora to the Selection with the same options of PEFT (target_modules, rank_pattern, ...).
+    """Converts config.lora to the Selection with the same options of PEFT (target_modules, rank_pattern, ...). alpha
+    None = the rank.
 
     Raises ConfigError for malformed entries of rank_pattern or alpha_pattern.
     """
@@ -179,14 +190,18 @@ def _layer(key: str) -> int | None:
 
 
 def resolved(chosen: Selection, model, strict: bool, head: bool = False) -> Adapter:
-    """Returns the Adapter that a Selection gives for a model.
+    """Returns the Adapter that a Selection gives for a model: its targets, with rank and scale, and saved modules.
 
     Args:
+      chosen: the Selection. model: the Model, of whose base the modules are.
       strict: every entry must match something, as for jaxrl's options; PEFT's own folders may name more.
       head: whether the output matrix may have one.
 
-    Raises ConfigError, naming the option, for entries that match nothing (strict), for experts, embeddings and output
-    matrices among the targets, for ranks that are no whole numbers from 1, and if no target is left.
+    Of a tied matrix both modules are saved if one is named; without `strict` that is refused.
+
+    Raises ConfigError, naming the option, for entries that match nothing and layers beside a pattern (strict), for
+    experts, routers, embeddings and (without `head`) output matrices among the targets, for ranks that are no whole
+    numbers from 1, and if no target is left.
     """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for

@@ -65,7 +65,9 @@ class Fused(NamedTuple):
     whole: bool = False  # the one part is the tensor itself
 
     def shape(self, part: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-        """Returns the fused tensor's shape from the shape of one part. transposed: an expert's outputs are columns."""
+        """Returns the fused tensor's shape from the shape of one part, [outputs, inputs] or a bias's [outputs].
+        transposed: an expert's outputs are columns.
+        """
         if self.whole:
             return part
         outputs, inputs = part[0] * len(self.parts[0]), part[1:]
@@ -74,7 +76,11 @@ class Fused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Columns(tensorfile.Stored):
-    """A part of a transposed tensor: columns of an expert, as rows."""
+    """A part of a transposed tensor: columns of an expert, as rows.
+
+    of: the whole tensor. expert: number of the expert. columns: which of its columns; shape is that of the part,
+    [outputs, inputs].
+    """
 
     of: tensorfile.Stored
     expert: int
@@ -91,32 +97,50 @@ def interleaved(model) -> bool:
 
 
 def always(model) -> bool:
-    """Whether a model's experts are stored in one layout, and that is a fused one."""
+    """Whether a model's experts have one layout alone, in which all of a layer's lie in one tensor (gpt-oss, Granite
+    4).
+    """
     return FAMILIES[model.config.family].fused_only
 
 
 def is_fused(names: Iterable[str]) -> bool:
-    """Whether a folder with these tensors has the other layout."""
+    """Whether a folder with these tensors has all of a layer's experts in one tensor, under the names of transformers
+    5, gpt-oss (in mxfp4: once it is read by scaled.plain) or Nemotron. Granite 4's names, of its one layout (`always`),
+    are not looked for.
+    """
     return any(NAME.fullmatch(name) for name in names)
 
 
 def layout(stored: dict[str, tensorfile.Stored], hf_config: dict) -> bool | str:
-    """Returns how a folder has its experts: False (a matrix each), True (as above), or TRANSPOSED. hf_config: of the
-    text model."""
-    first = next((t for name, t in stored.items() if NAME.fullmatch(name)), None)
+    """Returns how a folder has its experts: True (all of a layer's in one tensor, by its name), TRANSPOSED (the same
+    with an expert's outputs as columns, of families that have this layout), else False.
+
+    False is also returned for Granite 4's layout and gpt-oss in mxfp4, which `always` tells. stored: the folder's
+    tensors by name. hf_config: of the text model.
+    """
+    first = next((name for name in stored if NAME.fullmatch(name)), None)
     family = FAMILIES.get(hf_config.get("model_type", ""))
-    if first is not None and family is not None and family.transposed and first.shape[-1] != hf_config["hidden_size"]:
-        return TRANSPOSED
+    if first is not None and family is not None and family.transposed:
+        hidden, down = hf_config["hidden_size"], stored.get(first.replace("gate_up_proj", "down_proj"))
+        # One of the two may be square, [E, D, 2 F] with 2 F = D or [E, D, F] with F = D; then the other tells.
+        if stored[first].shape[-1] != hidden or (down is not None and down.shape[1] != hidden):
+            return TRANSPOSED
     return first is not None
 
 
 def written_layout(model, source: bool | str) -> bool | str:
-    """Returns the layout in which a model's experts are written. source: that of its source folder."""
+    """Returns the layout in which a model's experts are written: that of its source folder, or, where that is False,
+    the one fused layout of models that have no other (True), TRANSPOSED for families with it, else False.
+
+    source: of the source folder, as `layout` returns it.
+    """
     return source or always(model) or (TRANSPOSED if FAMILIES[model.config.family].transposed else False)
 
 
 def tensors(model) -> list[Fused]:
-    """Returns the fused tensors of a model, by layer, and the routers if that layout names them differently."""
+    """Returns the fused tensors of a model, by layer, and the routers and their corrections if that layout names them
+    differently (`whole`).
+    """
     by_layer: dict[tuple[str, str], list[str]] = {}
     for entry in model.entries:
         for name in entry.hf_names:
@@ -141,14 +165,19 @@ def tensors(model) -> list[Fused]:
 
 
 def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors with every fused one split into its parts, which are views of the same file.
+    """Returns a folder's tensors with every fused one split into its parts, which are views of the same file; unchanged
+    if the folder has no fused layout.
 
-    Raises ConfigError for a fused tensor of another shape, and for a folder that has the parts, too.
+    Raises ConfigError for a fused tensor of another shape or of a dtype that cannot be read, and for a folder that has
+    the parts, too.
     """
     turns = interleaved(model)
     if not always(model) and not is_fused(stored):
         return stored
     out, sizes = dict(stored), {name: entry.hf_shape for entry in model.entries for name in entry.hf_names}
+    across = turns or (FAMILIES[model.config.family].transposed and any(  # a square matrix does not tell
+        own.name in stored and stored[own.name].shape != own.shape(sizes[own.parts[0][0]], False)
+        for own in tensors(model)))
     for own in tensors(model):
         name, parts, _ = own
         found = out.pop(name, None)
@@ -157,9 +186,7 @@ def split(model, stored: dict[str, tensorfile.Stored]) -> dict[str, tensorfile.S
         if double := sorted(out.keys() & {part for own in parts for part in own}):
             raise ConfigError(f"{found.file.parent}: {name} stands beside {tensorfile.shortened(double)}, which it "
                               "holds; remove one of the two layouts")
-        shape = own.shape(size := sizes[parts[0][0]], turns)
-        across = turns or (FAMILIES[model.config.family].transposed and found.shape != shape)
-        shape = own.shape(size, across)
+        shape = own.shape(size := sizes[parts[0][0]], across)
         if found.shape != shape:
             raise ConfigError(f"{found.file.parent}: {name} has shape {found.shape}, the config needs {shape}; is "
                               "config.json the one of these weights?")

@@ -44,7 +44,7 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
     revision: of the hub, None = main. patterns: of the file names that are fetched.
 
-    Raises ConfigError if neither exists.
+    Raises ConfigError if `path` is no folder and no hub id, or the hub's snapshot is neither here nor can be fetched.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -61,13 +61,13 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
 def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True,
                 images: bool = False) -> dict:
-    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE. Of a model of several
-    parts (families.NESTED) that of the text model.
+    """Loads the HF config of a folder or hub id as a dict, with `overrides` applied, plus SOURCE (see the module). Of a
+    model of several parts (families.NESTED) that of the text model.
 
     Args:
       path: folder or hub id; empty = `overrides` alone is the config.
-      revision: hub revision.
-      overrides: config entries that win.
+      revision: hub revision, None = main.
+      overrides: config entries that win; None = none.
       weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
       images: of a model with a tower (Family.vision) the tower, too; its vision_config is then the entry IMAGES.
 
@@ -170,12 +170,13 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
 
     Args:
       model: the Model the weights are for.
-      path, revision: folder or hub id.
+      path, revision: folder or hub id; hub revision, None = main.
       shardings: tree of shardings (None: the default device).
       dtype: of the result (rows that are `fixed` or `wide`: fp32 or better), or a tree of dtypes as the model's.
-      then: (Entry, array) -> what is kept of an array, before the next one is read.
+      then: (Entry, array) -> what is kept of an array, before the next one is read; None = the array.
 
-    Raises ConfigError naming missing, extra, misshapen and quantized tensors.
+    Raises ConfigError if there is no such folder or no safetensors in it, for missing, extra, misshapen and quantized
+    tensors, which it names, and for an output matrix that differs from the embedding it is tied to.
     """
     folder = folder_of(path, revision)
     stored = _listed(folder, model, report=True)
@@ -200,14 +201,17 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
     """Loads the trunk of a causal model, or of a sequence classifier with one label, with a value head.
 
     Args:
-      tree: the ValueModel. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the folder has none.
-      path, revision: folder or hub id.
-      shardings: as the tree's; None = the first device.
-      dtype: of the arrays.
-      then: array -> replacement, called before the next array is read (to move it to host memory, for example).
+      tree: the ValueModel, without `keep_head`. The head is the classifier's `<tree.name>.weight` [1, D]; zero if the
+        folder has none. A bias is zero.
+      path, revision: folder or hub id; hub revision, None = main.
+      shardings: as the tree's; None = the default device.
+      dtype: of the arrays (rows that are `fixed` or `wide`: fp32 or better).
+      then: array -> replacement, called before the next array is read (to move it to host memory, for example); not for
+        a zero head or bias. None = the array.
 
     Returns:
-      The parameter tree. Raises as load_params does.
+      The parameter tree. Raises as load_params does, except that the output matrix may be missing, and for a head of
+        another shape.
     """
     stored = check_critic(tree, path, revision)
     shardings = shardings or _one_device(tree)
@@ -223,9 +227,10 @@ def load_critic(tree: ValueModel, path: str, revision: str | None = None, shardi
 
 def check_critic(tree: ValueModel, path: str, revision: str | None = None, scores: bool = False) -> dict:
     """Checks the tensors of a folder that `load_critic` reads; raises what it would raise. scores: whether the head
-    must exist.
+    must exist (else ConfigError).
 
-    Returns {name in the parameter table: tensorfile.Stored} of the folder's tensors, without those that are not read.
+    Returns {name in the parameter table: tensorfile.Stored} of the folder's tensors, without those of parts that the
+    model does not have (a tower, mtp heads).
     """
     folder, name, width = folder_of(path, revision), f"{tree.name}.weight", tree.config.hidden_size
     stored = _listed(folder, tree.model)
@@ -265,7 +270,9 @@ def _loader(stored, shardings, dtype):
 
 
 def check_weights(model, path: str, revision: str | None = None) -> None:
-    """Raises what `load_params` would raise about a folder's tensors, from the files' headers."""
+    """Raises what `load_params` would raise about a folder's tensors, from the files' headers; only a tied output
+    matrix and its embedding are read, to compare them.
+    """
     folder = folder_of(path, revision)
     _match(model, _listed(folder, model), folder)
 
@@ -333,20 +340,23 @@ def _match(model, stored, folder, head=True):
 def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=None, shard_gb: float = 5.0,
            eos_ids=()) -> None:
     """Writes a folder that transformers opens: weights, config, generation config and tokenizer. A model with a value
-    head is written as a sequence classifier with one label.
+    head is written as a sequence classifier with one label, without a generation config.
 
     The folder appears at once: it is written beside its place and renamed; what stood there is replaced. Every process
     of a run calls this, process 0 writes.
 
     Args:
-      model, params: what is exported, one tensor in host memory at a time.
+      model, params: what is exported, one tensor in host memory at a time; adapters merged (models.adapters.merged).
       directory: the folder.
       hf_config: as load_config returned it (its SOURCE decides whether a tied head is written).
-      dtype: "auto" (each tensor as the source stored it; float32 without a source), or any float dtype
-        or fp32, bf16, fp16.
+      dtype: "auto" (each tensor as the source stored it; fp32 without a source) or fp64, fp32, fp16, bf16 or long:
+        float64. `fixed` and `wide` rows: fp32 or better, unless the source's narrower dtype has their values exactly.
       tokenizer: HF tokenizer to save beside, or None.
-      shard_gb: largest file in GB (1e9 bytes).
+      shard_gb: largest file in GB (1e9 bytes); a larger tensor is alone in one.
       eos_ids: token ids that end a completion; those the source did not name are written too.
+
+    Raises ConfigError for another dtype (TypeError for a name of none), and ValueError for arrays without an HF tensor:
+    adapters, codes of a quantized base, a value head's bias.
     """
     directory = Path(directory)
     planned, name = _plan(model, params, hf_config, dtype)
@@ -403,9 +413,9 @@ def _within(source, config) -> dict:
 
 def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], str]:
     """Returns the tensors to write, in the order of the layers, and the dtype name for config.json."""
-    source = hf_config.get(SOURCE, {})
-    own = {}
-    if isinstance(dtype, str) and dtype == "auto":
+    source, own = hf_config.get(SOURCE, {}), {}
+    as_stored = isinstance(dtype, str) and dtype == "auto"
+    if as_stored:
         main = tensorfile.DTYPES[source.get("dtype", "F32")]
         own = {name: tensorfile.DTYPES[code] for name, code in source.get("other_dtypes", {}).items()}
         own = parts.spread(model, fused.spread(model, own))
@@ -417,9 +427,11 @@ def _plan(model, params, hf_config, dtype) -> tuple[list[tensorfile.Planned], st
     for entry in model.entries:
         array, lead = _Once(entry.of(params)), entry.stacked - entry.row.stacked
         for index, name in zip(entry.indices, entry.hf_names, strict=True):
-            kind = own.get(name, main if own else entry.dtype(main))
-            planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(
-                _host, entry, of_layer, array, index[:lead], index[lead:], kind)))
+            get = functools.partial(_host, entry, of_layer, array, index[:lead], index[lead:])
+            kind = own.get(name, main)
+            if kind != (least := entry.dtype(kind)) and not (as_stored and _holds(kind, get(least))):
+                kind = least
+            planned.append(tensorfile.Planned(name, kind, entry.hf_shape, functools.partial(get, kind)))
     if model.config.tied and source.get("head") and not isinstance(model, ValueModel):
         embedding = next(t for t in planned if t.name == EMBEDDING)
         kind = own.get(HEAD, main)
@@ -466,6 +478,11 @@ def _host(entry, of_layer, array, layer, index, dtype):
     return entry.to_hf(of_layer(array, layer)[index].astype(dtype))
 
 
+def _holds(dtype, values) -> bool:
+    """Returns whether a dtype has all of these numbers exactly; equal NaNs count as equal."""
+    return np.array_equal(values.astype(dtype).astype(values.dtype), values, equal_nan=True)
+
+
 def _special_ids(eos_ids, tokenizer) -> dict:
     """Returns the special tokens as config.json spells them; {} without a known end token. A tokenizer without padding
     pads with the end token.
@@ -509,7 +526,9 @@ def _write_json(file, value):
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards."""
+    """Puts a finished folder in its place; an existing folder is moved aside first and deleted afterwards. Between the
+    two renames there is no folder at that place.
+    """
     if not directory.exists():
         os.rename(temporary, directory)
         return

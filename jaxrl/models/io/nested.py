@@ -60,7 +60,9 @@ def _respelled(name: str, pairs) -> str:
 
 def within(names, kind: str) -> tuple[str, str]:
     """Returns (how the names of the text model's tensors begin in a folder of several parts, how they begin where it is
-    alone). names: of the folder's tensors. kind: the text model's type.
+    alone): the first of the family's pairs that fits a name, else its first one.
+
+    names: of the folder's tensors. kind: the text model's type.
     """
     pairs = FAMILIES[kind].within
     return next((pair for pair in pairs if any(name.startswith(pair[0]) for name in names)), pairs[0])
@@ -75,7 +77,9 @@ def tower_layout(stored: dict[str, tensorfile.Stored], kind: str) -> dict:
 
 
 def report(folder, others) -> None:
-    """Logs what of a folder is not read."""
+    """Logs (info) which parts of a folder are not read, with their numbers of tensors; nothing if all are. others:
+    their tensors' names.
+    """
     counts = collections.Counter(".".join(name.split(".")[:1 + name.startswith("model.")]) for name in others)
     if counts:
         log.info("%s: the text model is read; left out: %s", folder,
@@ -83,7 +87,9 @@ def report(folder, others) -> None:
 
 
 def outer(config: dict) -> dict:
-    """Returns the fields of a config of several parts outside its text part; {} for other configs."""
+    """Returns the fields of a config of several parts outside its text part, without quantization_config; {} for other
+    configs.
+    """
     if config.get("model_type") not in NESTED:
         return {}
     return {k: v for k, v in config.items() if (k in OUTER if is_flat_config(config) else k not in KEYS)}
@@ -115,7 +121,12 @@ def processors(folder: Path) -> dict[str, dict]:
 
 
 def with_images(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
-    """Returns the files of `processors` with the fields of an image processor (data.images.resize.as_fields)."""
+    """Returns the files of `processors` with the fields of an image processor (data.images.resize.as_fields).
+
+    They replace those of processor_config.json's image_processor if it has one, and of preprocessor_config.json if that
+    is there or there was no other place; it is made if need be. min_pixels and max_pixels are dropped, a stored
+    image_processor_type stays.
+    """
     out, first = dict(processors), PROCESSORS[0]
     whole = out.get("processor_config.json", {})
     if "image_processor" in whole:
@@ -126,7 +137,11 @@ def with_images(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
 
 
 def with_videos(processors: dict[str, dict], fields: dict) -> dict[str, dict]:
-    """Returns the files of `processors` with the fields of a video processor (data.images.video.as_fields)."""
+    """Returns the files of `processors` with the fields of a video processor (data.images.video.as_fields).
+
+    They replace those of processor_config.json's video_processor if it has one, else of video_preprocessor_config.json,
+    which is made if need be. min_pixels and max_pixels are dropped, a stored image_processor_type stays.
+    """
     out, whole = dict(processors), processors.get("processor_config.json", {})
     if "video_processor" in whole:
         out["processor_config.json"] = {**whole, "video_processor": _replaced(whole["video_processor"], fields)}
@@ -142,7 +157,8 @@ def _replaced(stored: dict, fields: dict) -> dict:
 
 def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Planned] | None:
     """Returns the tensors of the source folder that do not belong to the model, unread; [] without a source folder,
-    None if the folder is gone.
+    None if the folder is gone or cannot be read. Tensors that are no plain floats, and those that an export leaves out
+    (Family.unwritten), are not among them.
 
     source: SOURCE of hf.load_config. kind: the text model's type. images: the tower belongs to the model.
     """
@@ -164,7 +180,7 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     """Returns (tensors to write, whether it is a folder of several parts).
 
     They are the model's, under its names there, and the source's other tensors. If the source folder is gone, a warning
-    is logged and they are the model's alone.
+    is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied untrained.
 
     Args:
       planned: the model's tensors.

@@ -47,7 +47,10 @@ class Packed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part(tensorfile.Stored):
-    """A part of a packed tensor: `size` outputs of every group, from `first` on."""
+    """A part of a packed tensor: `size` outputs of every group, from `first` on.
+
+    of: the packed tensor. groups: its groups of outputs. shape is that of the part.
+    """
 
     of: tensorfile.Stored
     groups: int
@@ -62,7 +65,7 @@ class Part(tensorfile.Stored):
 
 
 def groups_of(row, config) -> int:
-    """Returns the number of groups of the HF tensor that a row is a part of, or all of."""
+    """Returns the number of groups of the HF tensor that a row is a part of; 1 for a row that is a whole tensor."""
     groups = row.part[0] if row.part else 1
     return groups if isinstance(groups, int) else getattr(config, groups)
 

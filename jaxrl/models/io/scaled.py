@@ -62,7 +62,9 @@ class Fours(tensorfile.Stored):
     scale: tensorfile.Stored
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Returns the dequantized values at an index (expert, ..., columns); computes only those."""
+        """Returns the dequantized values at an index, fp32; computes only those. index: `...`, or (expert, ...,
+        columns), all inputs; others are not served.
+        """
         experts, inputs, outputs = self.shape
         shape = experts, outputs, inputs // EACH
         codes = np.memmap(self.file, np.uint8, "r", self.start, (*shape, EACH // 2))
@@ -74,9 +76,12 @@ class Fours(tensorfile.Stored):
 
 
 def plain(stored: dict[str, tensorfile.Stored], folder: Path) -> dict[str, tensorfile.Stored]:
-    """Returns a folder's tensors with quantized ones dequantized and without their scales.
+    """Returns a folder's tensors with quantized ones dequantized and without their scales. folder: whose config.json
+    has the size of fp8's blocks.
 
-    Raises ConfigError for scales of another shape than the codes and config.json's quantization_config require.
+    Raises ConfigError for fp8 scales without a matrix in fp8, or of another shape than the codes and config.json's
+    quantization_config require, for fp8 scales where that is none of fp8 (`check`), and for mxfp4 without codes and
+    scales of fitting shape and dtype.
     """
     stored = _of_fours(stored, folder)
     scales = {name for name in stored if name.endswith(SUFFIX)}
@@ -117,7 +122,11 @@ def of_values(stored: dict[str, tensorfile.Stored]) -> list[tensorfile.Stored]:
 
 
 def check(config: dict, kind: str) -> None:
-    """Raises ConfigError for a quantization_config of another kind than fp8 or mxfp4."""
+    """Raises ConfigError unless a quantization_config is of this kind.
+
+    kind: "mxfp4" (quant_method mxfp4), or any other text for fp8 in blocks (quant_method fp8, fmt e4m3, two whole
+    numbers in weight_block_size).
+    """
     if kind == "mxfp4":
         fits, expected = config.get("quant_method") == "mxfp4", "quant_method=mxfp4"
     else:

@@ -57,8 +57,9 @@ class Stored:
 def read_header(file: Path) -> dict[str, Stored]:
     """Reads the header of a safetensors file; returns {name: Stored}.
 
-    Raises ConfigError naming the file, and the tensor if it is one's fault, for a file that is cut short, is no
-    safetensors file, or whose header the safetensors library refuses: tensors cover the data without gaps or overlaps.
+    Raises ConfigError naming the file, and the tensor if it is one's fault, for a file that cannot be opened, is cut
+    short, is no safetensors file, or whose header the safetensors library refuses: tensors cover the data without gaps
+    or overlaps.
     """
     try:
         size = file.stat().st_size

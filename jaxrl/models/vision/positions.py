@@ -13,7 +13,6 @@ Legend: R rows, L tokens per row, P patches per row, m patches per side of a tok
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,10 +32,13 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
       merge: m, patches per side of a token.
       delays: as Pictures.delays: positions in time by which a frame of a video is behind the first of its video; below
         0 = not a further frame. None = each image stands alone.
+
+    Raises AssertionError for an image that is not within the sequence, and for a further frame that does not follow the
+    one before it. Raises ValueError if firsts, grids and delays differ in length.
     """
     steps, inside, end = np.ones(length, np.int64), np.zeros((length, 3), np.int64), 0
-    for first, (height, width), delay in zip(firsts, grids, _every(delays), strict=False):
-        height, width = height // merge, width // merge
+    for first, (grid, delay) in zip(firsts, _with_delays(grids, delays), strict=True):
+        height, width = (side // merge for side in grid)
         count = height * width
         assert 0 <= first and first + count <= length, f"an image of {count} tokens at {first} of {length}"
         if delay >= 0:
@@ -51,8 +53,10 @@ def rotary_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterabl
     return (start[:, None] + inside).astype(np.int32)
 
 
-def _every(delays: Iterable[int] | None) -> Iterable[int]:
-    return itertools.repeat(-1) if delays is None else delays
+def _with_delays(grids: Iterable[Iterable[int]], delays: Iterable[int] | None) -> Iterable[tuple[Iterable[int], int]]:
+    if delays is None:
+        return ((grid, -1) for grid in grids)
+    return zip(grids, delays, strict=True)
 
 
 def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable[int]], merge: int) -> np.ndarray:
@@ -60,7 +64,8 @@ def reach_positions(length: int, firsts: Iterable[int], grids: Iterable[Iterable
     image, its own elsewhere.
 
     length, firsts, grids, merge as in `rotary_positions`: tokens of the sequence, first token and (rows, columns) of
-    patches of each image, patches per side of a token.
+    patches of each image, patches per side of a token. Raises AssertionError for an image that is not within the
+    sequence.
     """
     out = np.arange(length, dtype=np.int32)
     for first, (height, width) in zip(firsts, grids, strict=True):
@@ -83,10 +88,10 @@ def rotary_shift(grids: Iterable[Iterable[int]], merge: int, delays: Iterable[in
     """Returns the position of text behind images of these grids, minus its index: 0 or below, but for long videos.
 
     grids: (rows, columns) of patches of each image. merge: patches per side of a token. delays: as in
-    `rotary_positions`.
+    `rotary_positions`. Raises ValueError if there is not one for each image.
     """
     shift = step = 0
-    for (height, width), delay in zip(grids, _every(delays), strict=False):
+    for (height, width), delay in _with_delays(grids, delays):
         shift -= height * width // merge**2 + (step if delay >= 0 else 0)
         step = max(height // merge, width // merge, delay + 1)
         shift += step

@@ -15,8 +15,15 @@ Rows = tuple[Row, ...]
 
 
 class Tables(NamedTuple):
-    """Rows of a tower. tap: of a tower whose features are taken behind several layers. layers: HF's name of the list of
-    layers."""
+    """Rows of a tower, by place.
+
+    Attributes:
+      input: of the product of patches and the learned positions.
+      layer: of one layer.
+      merger: of the map from patches to features.
+      tap: of such a map behind a layer of VisionConfig.taps, with {} for its number in HF's names; () = there are none.
+      layers: HF's name of the list of layers.
+    """
 
     input: Rows
     layer: Rows
@@ -128,7 +135,9 @@ def entries(config: VisionConfig, scan_layers: bool) -> list[Entry]:
 
 
 def module_names(kind: str, layers: int = 64) -> list[str]:
-    """Returns the HF names of the linear maps that towers of a kind have in up to so many layers."""
+    """Returns the HF names of the linear maps that towers of a kind have, each once, for `layers` layers and as many
+    taps. kind: a key of TABLES.
+    """
     tables = TABLES[kind]
     of_layers = [f"{tables.layers}.{i}.{row.hf}" for i in range(layers) for row in tables.layer if row.inputs]
     of_taps = [row.hf for i in range(layers) for row in tables.of_tap(i) if row.inputs]

@@ -35,7 +35,7 @@ def see(model, params, images) -> Seen:
       images: jaxrl.types.Images of the rows. Where they hold features already, no tower is run.
 
     Attention stays within an image or a window of it. Features of padding (segment 0) have no meaning; no token reads
-    them.
+    them. Raises AssertionError for images with windows if the tower has none, or the reverse.
     """
     cfg = model.config.vision
     if images.features is not None:

@@ -29,7 +29,7 @@ from jaxrl.resolve.checks.sandbox import sandbox
 from jaxrl.resolve.checks.services import missing_logger, services
 from jaxrl.resolve.checks.unread import unread
 from jaxrl.rollout.engines import ENGINES, engine_row
-from jaxrl.rollout.vllm.options import LOOPBACK, server_folder
+from jaxrl.rollout.vllm.options import LOOPBACK, server_folder, url_host
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer
@@ -357,10 +357,10 @@ def _engine(cfg):
                    f"set {other}")
     key = v.api_key or os.environ.get("VLLM_API_KEY")
     for url in () if server_folder(r.servers) else r.servers:
-        address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
-        if not address:
+        host = url_host(url)
+        if not host:
             out.append(f"rollout.servers entry {url!r}: expected http://host:port (or one folder, /path or ./path)")
-        elif not LOOPBACK.fullmatch(address[1]) and not key:
+        elif not LOOPBACK.fullmatch(host) and not key:
             out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it "
                        "asks for")
     if len(set(r.servers)) < len(r.servers):
@@ -379,7 +379,7 @@ def _engine(cfg):
         out.append(f"rollout.vllm.max_model_len={v.max_model_len}: a prompt and its completion may have {longest} "
                    "tokens")
     if v.transport == "network" and r.servers and LOOPBACK.fullmatch(v.weights_host):
-        far = [u for u in r.servers if not LOOPBACK.search(u)]
+        far = [u for u in r.servers if not LOOPBACK.fullmatch(url_host(u))]
         if far:
             out.append(f"rollout.vllm.weights_host={v.weights_host!r}: {far[0]} cannot reach this host there; give its "
                        "address")
@@ -403,7 +403,7 @@ def _placement(cfg):
     if own:
         out.append(f"rollout.placement=colocated with mesh.roles.sampler.devices={cfg.mesh.roles.sampler.devices!r}: "
                    "colocated means the policy's devices; leave one of them out")
-    far = [u for u in r.servers if not LOOPBACK.search(u)]
+    far = [u for u in r.servers if not LOOPBACK.fullmatch(url_host(u))]
     if far:
         out.append(f"rollout.placement=colocated with rollout.servers entry {far[0]!r}: it runs elsewhere and shares "
                    "no GPU with the trainer; set disaggregated")

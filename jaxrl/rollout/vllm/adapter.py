@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from jaxrl.errors import ConfigError
+from jaxrl.processes.addresses import bare_host
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.vllm.options import memory_fraction
 from jaxrl.vllm_plugin import BACKEND, IMAGE_TOKENS, KEY, PROTOCOL, Guard
@@ -40,20 +42,21 @@ class Refused(RuntimeError):
     """A server understood a request and refuses it: a retry does not help."""
 
 
-def version_tuple(text: str) -> tuple[int, int]:
-    """Returns the first two numbers of a version text, such as (0, 11) of "0.11.2rc1"."""
-    first, second, *_ = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")] + [0, 0]
-    return first, second
-
-
 def check_version(text: str, where: str) -> str:
-    """Returns a notice for vLLM versions newer than the tested ones, else "".
+    """Returns a notice for vLLM versions newer than the tested ones, else "". The first two numbers are compared: a
+    candidate of 0.32, such as "0.32rc1", is as good as 0.32.
 
-    where: the server or interpreter, for messages. Raises ConfigError for versions older than supported."""
-    if version_tuple(text) < OLDEST:
-        raise ConfigError(f"{where}: vLLM {text} is older than {'.'.join(map(str, OLDEST))}, the oldest that jaxrl "
-                          "supports; upgrade it")
-    if version_tuple(text) > TESTED:
+    text: the version, as PEP 440 spells it. where: the server or interpreter, for messages. Raises ConfigError for
+    versions older than supported and for a text that is no version."""
+    oldest = ".".join(map(str, OLDEST))
+    try:
+        numbers = (*Version(text).release, 0)[:2]
+    except InvalidVersion:
+        raise ConfigError(f"{where}: vLLM {text!r} is no version number, so that its age is not known; install a "
+                          f"release from {oldest} on") from None
+    if numbers < OLDEST:
+        raise ConfigError(f"{where}: vLLM {text} is older than {oldest}, the oldest that jaxrl supports; upgrade it")
+    if numbers > TESTED:
         return f"{where}: vLLM {text} is newer than {'.'.join(map(str, TESTED))}, the newest that jaxrl knows"
     return ""
 
@@ -105,7 +108,7 @@ def server_key(options) -> str:
 
 
 def warn_of_visible_key() -> None:
-    """Warns if the key was given on this process's command line."""
+    """Warns if the key was given on this process's command line, as --config.rollout.vllm.api_key=KEY."""
     if any(word.startswith("--config.rollout.vllm.api_key=") for word in sys.argv):
         log.warning("rollout.vllm.api_key is on the command line, where every user of this machine reads it: set %s "
                     "instead", KEY)
@@ -116,10 +119,11 @@ GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: bool, key: str,
            lora_rank: int = 0, recurrent: bool = False, image_tokens: int = 0) -> tuple[list[str], dict[str, str]]:
-    """Returns (command, environment) of one server: dummy weights, token ids in and out,
-    development endpoints for weights.
+    """Returns (command, environment variables to add) of one server: dummy weights, token ids in and out, development
+    endpoints for weights.
 
     With a key, passed in the environment, only /health is open without it; without a key everything is open.
+    rollout.vllm.engine_kwargs and rollout.vllm.env come last and replace what is chosen here, but for the key.
 
     Args:
       model_folder: with the model's config. dtype: of the weights. length: --max-model-len. port: to listen on. cpu:
@@ -129,16 +133,17 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
         states at the ends of its blocks only, which a group's prompt seldom reaches.
       image_tokens: most tokens of an image, of a model with a tower; 0 = it has none.
 
-    Raises ConfigError for algorithm.routes=sampled with a build for CPUs, which does not report experts."""
+    Raises ConfigError for algorithm.routes=sampled with a build for CPUs, which does not report experts, unless
+    rollout.vllm.env has VLLM_USE_V2_MODEL_RUNNER=1."""
     v = config.rollout.vllm
     flags: dict[str, Any] = {
-        "model": model_folder, "host": v.host, "port": port, "tokens-only": True, "skip-tokenizer-init": True,
-        "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype, "max-model-len": length,
-        "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel, "max-num-seqs": v.max_running,
-        "gpu-memory-utilization": memory_fraction(config), "enable-prefix-caching": v.prefix_caching and not recurrent,
-        "enable-chunked-prefill": v.chunked_prefill, "uvicorn-log-level": "warning",
-        "weight-transfer-config": json.dumps({"backend": BACKEND}), "generation-config": "vllm",
-        "enable-sleep-mode": config.rollout.placement == "colocated" or None,
+        "model": model_folder, "host": bare_host(v.host), "port": port, "tokens-only": True,
+        "skip-tokenizer-init": True, "load-format": "dummy", "logprobs-mode": "processed_logprobs", "dtype": dtype,
+        "max-model-len": length, "seed": config.run.seed, "tensor-parallel-size": v.tensor_parallel,
+        "max-num-seqs": v.max_running, "gpu-memory-utilization": memory_fraction(config),
+        "enable-prefix-caching": v.prefix_caching and not recurrent, "enable-chunked-prefill": v.chunked_prefill,
+        "uvicorn-log-level": "warning", "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "generation-config": "vllm", "enable-sleep-mode": config.rollout.placement == "colocated" or None,
     }
     if routes := config.algorithm.routes == "sampled":
         flags["enable-return-routed-experts"] = True
@@ -173,8 +178,9 @@ def launch(config, model_folder: str, dtype: str, length: int, port: int, cpu: b
 def option_words(name: str, value) -> list[str]:
     """Returns one vLLM option as command-line words; [] for None.
 
-    Booleans are --name or --no-name. Lists are separate words, in options of REPEATED the option is repeated, and
-    those of JSON_LISTS are JSON (type json.loads in vllm/entrypoints/launchers/cli_args.py)."""
+    Booleans are --name or --no-name, texts are taken as they are, other values are JSON. Lists are separate words, in
+    options of REPEATED the option is repeated, and those of JSON_LISTS are JSON (type json.loads in
+    vllm/entrypoints/launchers/cli_args.py)."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -229,11 +235,10 @@ class ExpertRouting(NamedTuple):
 
     def parse(self, text: str | None, tokens: int) -> np.ndarray:
         """Returns int16 [tokens, n * K] (protocol.Result.routes) from `routed_experts` as vLLM documents it: base64 of
-        a .npy file, [tokens - 1, layers, K], since the last token was not run.
+        a .npy file, [tokens - 1, layers, K], since the last token was not run: its row is -1.
 
-        All -1 if rows are missing, since the tokens of the others are then unknown. Raises Refused if it is absent or
-        does not fit this model.
-        """
+        All -1 if rows are missing, since the tokens of the others are then unknown; further rows are dropped. Raises
+        Refused if the text is absent or does not fit this model, ValueError if it is no such file."""
         if not text:
             raise Refused("algorithm.routes=sampled: the server does not report the experts of tokens; start it with "
                           "--enable-return-routed-experts, or set algorithm.routes=scored or own")
@@ -253,7 +258,8 @@ class ExpertRouting(NamedTuple):
 
 def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list[dict]]:
     """Returns (token ids, log-probs, finish reason or None, weight version spans) of a completion or of one event of a
-    stream. Log-probs are in nats; servers of `launch` report those of the distribution that tokens are drawn from.
+    stream, the JSON of a reply's choice. Log-probs are in nats; servers of `launch` report those of the distribution
+    that tokens are drawn from.
 
     Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []
@@ -268,7 +274,8 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 class Control:
     """Client of the endpoints of one vLLM server apart from generation. Every call has a deadline in seconds.
 
-    Every method raises ServerError if the server cannot be reached or fails, and Refused if it declines.
+    Methods that call the server raise ServerError if it cannot be reached or fails, and Refused if it declines, unless
+    they say otherwise.
 
     url: of the server. key: its API key, "" = none. deadline: seconds of a call."""
 
@@ -283,7 +290,8 @@ class Control:
         """Closes the HTTP client."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+    def _request(self, method: str, path: str, body: dict | None = None, deadline: float | None = None,
+                 **query) -> httpx.Response:
         limit = self.deadline if deadline is None else deadline
         try:
             reply = self._http.request(method, path, json=body, params=query, timeout=limit)
@@ -294,6 +302,10 @@ class Control:
         if reply.status_code >= 400:
             text = f"{self.url}{path}: {reply.status_code}: {_reason(reply.text)}"
             raise Refused(text) if reply.status_code < 500 else ServerError(text)
+        return reply
+
+    def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
+        reply = self._request(method, path, body, deadline, **query)
         try:
             return reply.json() if reply.content else {}
         except ValueError:
@@ -304,7 +316,8 @@ class Control:
         self._call("GET", "/health", deadline=deadline)
 
     def is_open(self) -> bool:
-        """Returns whether the server replies to more than /health without a key."""
+        """Returns whether the server replies to more than /health without a key, tried with /version. Raises
+        ServerError if it cannot be reached or fails."""
         stranger = Control(self.url, "", self.deadline)
         try:
             stranger.version()
@@ -315,38 +328,42 @@ class Control:
         return True
 
     def version(self) -> str:
-        """Returns vLLM's version text, "0.0" if the server names none. Errors as of `check_health`."""
+        """Returns vLLM's version text, "0.0" if the server names none. Raises ServerError or Refused."""
         return self._call("GET", "/version").get("version", "0.0")
 
     def served(self) -> dict:
-        """Returns the first model of /v1/models, a dict with id and max_model_len; {} if there is none."""
+        """Returns the first model of /v1/models, a dict with id and max_model_len; {} if there is none. Raises
+        ServerError or Refused."""
         return (self._call("GET", "/v1/models").get("data") or [{}])[0]
 
     def pause(self) -> None:
-        """Pauses generation; requests stay and continue after `resume`, and so do caches: those that a publish makes
-        stale it empties itself."""
+        """Pauses generation. Requests stay and continue after `resume`; caches stay too, and a publish empties those
+        that it makes stale. Raises ServerError or Refused."""
         self._call("POST", "/pause", mode="keep", clear_cache="false")
 
     def resume(self) -> None:
-        """Resumes generation after `pause`."""
+        """Resumes generation after `pause`. Raises ServerError or Refused."""
         self._call("POST", "/resume")
 
     def sleep(self, level: int) -> None:
-        """Ends all requests and frees weights and cache: level 2 drops them, level 1 keeps a copy in host memory."""
+        """Ends all requests and frees weights and cache: level 2 drops them, level 1 keeps a copy in host memory.
+        Raises ServerError or Refused."""
         self._call("POST", "/sleep", level=level, mode="abort")
 
     def wake_up(self, *tags: str) -> str:
         """Takes back the memory of "weights" or "kv_cache" (no tag: all).
 
-        Returns "awake" once all is back, or "sleeping"."""
+        Returns the server's status: "awake" once all is back, "sleeping" before; "None" if it reports none. Raises
+        ServerError or Refused."""
         return str(self._call("POST", "/wake_up", tags=tags).get("status"))
 
     def is_sleeping(self) -> bool:
-        """Returns whether the server is asleep or paused."""
+        """Returns whether the server is asleep or paused. Raises ServerError or Refused."""
         return bool(self._call("GET", "/is_sleeping").get("is_sleeping"))
 
     def workers(self) -> list[dict]:
-        """Returns what the plugin reports of every worker; [] if it is not installed."""
+        """Returns what the plugin reports of every worker, a dict each (vllm_plugin.info); [] if the plugin is not
+        installed, the server refuses the call or it fails with status 500. Raises ServerError for other failures."""
         try:
             return self.rpc("jaxrl_info")
         except Refused:
@@ -358,11 +375,12 @@ class Control:
 
     def digests(self) -> list[dict]:
         """Returns what the plugin's jaxrl_digests reports (see vllm_plugin.digests), one dict per worker: HF tensor
-        name -> [SHA-256, dtype, shape, axis, [[start, stop], ...]]."""
+        name -> [SHA-256, dtype, shape, axis, [[start, stop], ...]]. Raises ServerError or Refused."""
         return [json.loads(text) for text in self.rpc("jaxrl_digests")]
 
     def rpc(self, method: str, **kwargs) -> list:
-        """Calls a method of every worker; returns their results in order."""
+        """Calls a method of every worker with these keywords; returns their results in order, [] if the reply has none.
+        Raises ServerError or Refused."""
         return self._call("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}).get("results") or []
 
     def init_transfer(self, names: list[str], announcement: dict, nccl: dict) -> None:
@@ -372,12 +390,14 @@ class Control:
           names: HF names of all tensors that will come.
           announcement: Stream.announcement(), where the chunks are.
           nccl: {"id", "rank", "size"} of this server in the communicator; {} for other transports.
-        """
+
+        Raises ServerError or Refused."""
         info = {"protocol": PROTOCOL, "names": names, "nccl": nccl, **announcement}
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
-        """Opens an update, after closing one that an earlier trainer left open."""
+        """Opens an update. If the server fails to, closes the update that an earlier trainer may have left open and
+        tries once more. Raises ServerError or Refused."""
         try:
             self._call("POST", "/start_weight_update")
         except ServerError:
@@ -388,11 +408,12 @@ class Control:
             self._call("POST", "/start_weight_update")
 
     def update(self, payload: dict) -> None:
-        """Sends the description of one chunk (vllm_plugin.UpdateInfo); returns once the workers have read it."""
+        """Sends the description of one chunk (vllm_plugin.UpdateInfo); returns once the workers have read it. Raises
+        ServerError or Refused."""
         self._call("POST", "/update_weights", {"update_info": payload})
 
     def finish_update(self, version: str) -> None:
-        """Closes an update; tokens carry `version` from then on."""
+        """Closes an update; tokens carry `version` from then on. Raises ServerError or Refused."""
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reload(self, path: str, version: str) -> None:
@@ -402,24 +423,27 @@ class Control:
         Args:
           path: Hugging Face folder.
           version: version of the weights from then on.
-        """
+
+        Raises ServerError or Refused."""
         self.rpc("update_config", overrides={"load_config": {"load_format": "auto"}})
         self.rpc("reload_weights", weights_path=path)
         self.update_version(version)
 
     def update_version(self, version: str) -> None:
-        """Sets the version of the weights, which later completions carry, without an update."""
+        """Sets the version of the weights, which later completions carry, without an update. Raises ServerError or
+        Refused."""
         self._call("POST", "/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter under a unique name: one loaded again "in place" is read from disk for every batch, and
-        the prefix cache identifies an adapter by name and path.
-        """
+        """Loads an adapter from a folder, after unloading one of the same name. Names should be unique: an adapter
+        loaded again "in place" is read from disk for every batch, and the prefix cache identifies an adapter by name
+        and path. Raises ServerError or Refused."""
         self.unload_adapter(name)
         self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter; one that is not loaded is not an error."""
+        """Unloads an adapter; one that is not loaded is not an error. Raises ServerError, or Refused for another
+        reason."""
         try:
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except Refused as e:
@@ -427,34 +451,35 @@ class Control:
                 raise
 
     def adapter_digests(self, path: str) -> list[list]:
-        """Returns [[SHA-256 of adapter_config.json and adapter_model.safetensors], adapters it
-        holds] of every worker.
-        """
+        """Returns [[SHA-256 of adapter_config.json, of adapter_model.safetensors], number of adapters it holds] of
+        every worker.
+
+        path: the adapter's folder, as the server's machine sees it. Raises ServerError or Refused."""
         return [json.loads(text) for text in self.rpc("jaxrl_adapter", path=path)]
 
     def weight_version(self) -> str:
-        """Returns the version that the server reports for its weights."""
+        """Returns the version that the server reports for its weights, "None" if it reports none. Raises ServerError or
+        Refused."""
         return str(self._call("GET", "/weight_info").get("weight_version"))
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache, resetting running requests; returns whether the server reports success."""
+        """Empties the prefix cache, resetting running requests; returns whether the server reports success. Raises
+        ServerError or Refused."""
         return bool(self._call("POST", "/reset_prefix_cache", reset_running_requests="true").get("success"))
 
     def reset_encoder_cache(self) -> None:
-        """Empties the cache of images' features, which a server names by their hashes and keeps over weight updates."""
+        """Empties the cache of images' features, which a server names by their hashes and keeps over weight updates.
+        Raises ServerError or Refused."""
         self._call("POST", "/reset_encoder_cache")
 
     def generate(self, payload: dict) -> dict:
-        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON."""
+        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON. Raises ServerError or
+        Refused."""
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:
-        """Returns the engine's counters from its Prometheus page, summed over engines."""
-        try:
-            text = self._http.get("/metrics").text
-        except httpx.HTTPError as e:
-            raise ServerError(f"{self.url}/metrics: {type(e).__name__}: {e}") from None
-        return parse_metrics(text)
+        """Returns the engine's counters from its Prometheus page, as `parse_metrics`. Raises ServerError or Refused."""
+        return parse_metrics(self._request("GET", "/metrics").text)
 
 
 GAUGES = {
@@ -465,12 +490,13 @@ GAUGES = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Returns the GAUGES of a Prometheus page, summed over engines."""
-    out = dict.fromkeys(GAUGES.values(), 0.0)
+    """Returns a Prometheus page's values by the short names of GAUGES, each summed over engines, without those that the
+    page lacks."""
+    out: dict[str, float] = {}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in GAUGES:
-            out[GAUGES[name]] += float(line.rpartition(" ")[2])
+            out[GAUGES[name]] = out.get(GAUGES[name], 0.0) + float(line.rpartition(" ")[2])
     return out
 
 

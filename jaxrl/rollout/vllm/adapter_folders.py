@@ -21,12 +21,13 @@ from jaxrl.rollout.vllm.options import LORA_RANKS, lora_rank
 
 
 def required_rank(found) -> int:
-    """Returns the --max-lora-rank that a models.adapters.Adapter needs; 0 without one.
+    """Returns the --max-lora-rank that a models.adapters.Adapter needs, one of LORA_RANKS; 0 without one. An adapter
+    that began as a part of the base needs twice its rank.
 
     found: the model's Adapter, or None.
 
     Raises:
-      ConfigError: vLLM does not serve such an adapter."""
+      ConfigError: vLLM does not serve such an adapter: whole modules, DoRA, a quantized base or too large a rank."""
     if found is None:
         return 0
     if found.saved:
@@ -46,8 +47,9 @@ def required_rank(found) -> int:
 
 
 def configured_rank(options) -> int:
-    """Returns the --max-lora-rank from config.lora alone, for servers started before there is a model: the largest
-    rank that it names, or that of the folder lora.path. 0 if no server serves it.
+    """Returns the --max-lora-rank from config.lora alone, for servers started before there is a model: the largest rank
+    that it names, or that of the folder lora.path, twice that if lora.init takes the adapter from the base; rounded up
+    to one of LORA_RANKS. 0 if no server serves it.
 
     options: config.lora."""
     if options.path:
@@ -59,7 +61,8 @@ def configured_rank(options) -> int:
 
 
 class Version(NamedTuple):
-    """One version's adapter: its name for requests, its folder, SHA-256 of its files and their bytes."""
+    """One version's adapter: its name for requests, its folder, SHA-256 (hex) of its two files and their bytes in
+    all."""
 
     name: str
     path: Path
@@ -82,9 +85,10 @@ class AdapterFolders:
         self.current: Version | None = None
 
     def write(self, params, name: str) -> Version:
-        """Writes the folder of a version of the adapter and returns its Version; earlier folders are deleted.
+        """Writes the folder of a version of the adapter and returns its Version; deletes earlier folders, which no
+        request uses any more. Writes nothing if the last version has this name.
 
-        No request uses those any more. params: the policy's parameter tree. name: unique per version."""
+        params: the policy's parameter tree. name: unique per version."""
         path = self.folder / name
         if self.current is None or self.current.name != name:
             peft.write_plain(path, self.model, params, self.dtype)
@@ -107,7 +111,10 @@ class AdapterFolders:
         control.update_version(weight_version)
 
     def check(self, control) -> str:
-        """Returns "" if every worker of a server reads the written files and holds an adapter, else what is wrong."""
+        """Returns "" if every worker of a server reads the files written last and holds an adapter, else what is wrong.
+        Raises Refused if the server refuses the call.
+
+        control: the server's adapter.Control."""
         version = self.current
         if version is None:
             return "no adapter has been written"

@@ -43,11 +43,12 @@ class VllmEngine(Engine):
     `logprobs` are those of the distribution drawn from and `log_kept_mass` is 0: vLLM reports log-probs after its
     truncation, so under top-p, top-k or min-p the log-prob gap includes the mass that was cut.
 
-    With several processes each has an engine with its own servers, or with its share of rollout.servers. A
-    publish begins with a copy of the weights in every process, which is collective; after that each process
-    can retry by itself.
+    With several processes each has an engine with its own servers, or with its share of rollout.servers. A publish
+    begins with a copy of the weights in every process, which is collective; after that each process can retry by
+    itself.
 
-    context: EngineContext."""
+    context: EngineContext. Raises ConfigError if vLLM cannot start here, cannot serve the adapter or has fewer servers
+    than processes, EngineLost if a folder of rollout.servers names none."""
 
     def __init__(self, context: EngineContext):
         self.config = config = context.config
@@ -60,7 +61,7 @@ class VllmEngine(Engine):
         self.run_id = secrets.token_hex(4)  # in every version, so that another run's weights are never taken for ours
         self._copy = self._here = None  # of a policy that is spread over processes
         self._version, self._params, self._synced = -1, None, False
-        self._closed = self._asleep = False
+        self._closed = self._asleep = self._warned = False  # warned: that counters are missing
         self._ids: set[str] = set()  # of unfinished requests
         first = self.group.index * options.replicas  # several processes may share a host
         rank = required_rank(context.model.adapter)
@@ -93,7 +94,7 @@ class VllmEngine(Engine):
     def submit(self, requests: list[Request]) -> None:
         """Queues requests and sends them to servers, with max_new_tokens cut to what fits behind the prompt.
 
-        Raises ValueError, queueing none, naming one that cannot be served."""
+        Raises ValueError, queueing none, naming one that cannot be served, RuntimeError if the engine is closed."""
         self._check_open()
         most, has_text = longest_prompt(self.config), self.router.decode is not None
         for r in requests:
@@ -112,11 +113,12 @@ class VllmEngine(Engine):
         return dataclasses.replace(request, sampling=sampling)
 
     def poll(self, deadline_s: float) -> list[Result]:
-        """Returns results finished since the last poll, waiting at most deadline_s seconds; restarts servers that
-        died meanwhile.
+        """Returns results finished since the last poll, as soon as there is one, waiting at most deadline_s seconds;
+        restarts servers that died meanwhile and sends weights to those that came back, which may take longer.
 
-        Raises RuntimeError if there are requests and no weights, EngineLost if no server is left, RunStopped if a
-        server refused a request."""
+        Raises RuntimeError if there are requests and no weights (before the first publish, after `sleep`), EngineLost
+        if no server is left, RunStopped if a server refused a request or an image cannot be read, WeightMismatch as
+        `publish`."""
         self._check_open()
         end = time.monotonic() + deadline_s
         if self._ids and (self._version < 0 or self._asleep):
@@ -140,12 +142,14 @@ class VllmEngine(Engine):
                 done.append(item)
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each as "abort", without the tokens sampled so far."""
+        """Ends requests (None = all): the next poll returns each as "abort", without the tokens sampled so far. Raises
+        RuntimeError if the engine is closed."""
         self._check_open()
         self.router.abort(set(self._ids) if ids is None else self._ids.intersection(ids))
 
     def hold(self, on: bool) -> None:
-        """Stops sending requests to servers while on; sent ones continue."""
+        """Stops sending requests to servers while on; sent ones continue. Raises RuntimeError if the engine is
+        closed."""
         self._check_open()
         self.router.pause(on)
 
@@ -157,8 +161,8 @@ class VllmEngine(Engine):
         params: the policy's parameter tree; spread over processes, it is copied first, which is collective. version: of
         the weights, which their tokens carry in Result.versions.
 
-        Raises EngineLost if no server is left, WeightMismatch if one computes with other weights, ConfigError if the
-        servers cannot serve this run."""
+        Raises EngineLost if no server is left (of given ones only while requests are unfinished), WeightMismatch if one
+        computes with other weights, ConfigError if the servers cannot serve this run."""
         self._check_open()
         for process in self.fleet.processes:
             process.bound_log()
@@ -175,8 +179,9 @@ class VllmEngine(Engine):
         """Frees the servers' GPU memory until the next publish; waits for servers that are starting.
 
         Raises:
-          RuntimeError: there are unfinished requests; also what Fleet.sleep raises.
-        """
+          RuntimeError: there are unfinished requests, or the engine is closed.
+          EngineLost: a given server does not sleep, a process of ours does not end, or no server starts.
+          ConfigError: the servers cannot serve this run."""
         self._check_open()
         if self._ids:
             raise RuntimeError(f"rollout: {len(self._ids)} requests are unfinished; abort them first")
@@ -185,9 +190,9 @@ class VllmEngine(Engine):
         self.fleet.sleep()
 
     def weights_moved(self, params) -> None:
-        """Notes where the published weights are now, possibly in host memory; servers that join
-        receive them from there.
-        """
+        """Notes where the published weights are now, possibly in host memory; servers that join receive them from
+        there. Does nothing if this engine has its own copy of them. Raises RuntimeError if the engine is closed."""
+        self._check_open()
         if self._copy is None:
             self._params = params
 
@@ -278,21 +283,37 @@ class VllmEngine(Engine):
                       servers={r.url: r.state + (f" ({r.why})" if r.why else "") for r in replicas})
 
     def metrics(self) -> dict[str, float]:
-        """Returns engine/...: counts of servers and requests since the start, and the servers' counters; publish/...:
-        of the last publish, its seconds, gb_per_second (1e9 bytes per second) and probe, the mean absolute log-prob
-        gap in nats.
-        """
+        """Returns engine/...: counts of servers and requests since the start, and the servers' counters
+        (`_server_counters`); publish/...: of the last publish, its seconds, gb_per_second (1e9 bytes per second; both 0
+        before the first) and probe, the mean absolute log-prob gap in nats (NaN before the first). Raises RuntimeError
+        if the engine is closed."""
+        self._check_open()
         found = collections.Counter(restarts=sum(self.fleet.own.restarts) if self.fleet.own else 0)
         counted = ("reissued", "given_up", "servers_lost", *["unrouted"] * (self.router.routed is not None))
         found.update({name: self.router.counts[name] for name in counted})
-        for replica in self.router.replicas:
-            if replica.state == "ready":
-                with contextlib.suppress(adapter.ServerError):
-                    found.update(self.fleet.controls[replica.index].gauges())
+        found.update(self._server_counters())
         seconds, size = self.publisher.last_publish["seconds"], self.publisher.last_publish["bytes"]
         return {f"engine/{name}": float(value) for name, value in found.items()} | {
             "publish/seconds": seconds, "publish/gb_per_second": size / 1e9 / seconds if seconds else 0.0,
             "publish/probe": self.publisher.last_probe}
+
+    def _server_counters(self) -> dict[str, float]:
+        """Returns the counters (adapter.GAUGES) that every ready server reports, summed over these servers; {} if the
+        page of one cannot be read, of which it warns once: a sum over the others would look like a fall."""
+        pages: list[dict[str, float]] = []
+        for replica in self.router.replicas:
+            if replica.state != "ready":
+                continue
+            try:
+                pages.append(self.fleet.controls[replica.index].gauges())
+            except (adapter.ServerError, adapter.Refused) as e:
+                if not self._warned:
+                    log.warning("vLLM's counters (engine/running, engine/preemptions, ...) are missing from the "
+                                "metrics of steps at which a server does not report them: %s", e)
+                self._warned = True
+                return {}
+        names = [name for name in adapter.GAUGES.values() if pages and all(name in page for page in pages)]
+        return {name: sum(page[name] for page in pages) for name in names}
 
     def close(self) -> None:
         """Ends requests and our servers and frees everything; safe to call twice."""

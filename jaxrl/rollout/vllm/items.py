@@ -24,14 +24,15 @@ KEPT_BYTES = 256_000_000  # of encoded images that were sent last: a group's req
 
 
 class Item(NamedTuple):
-    """One image: `digest` names it in the server's caches, `data` is what its tower takes."""
+    """One image: `digest` (hex) names it in the server's caches, `data` (msgpack in base64) is what its tower takes."""
 
     digest: str
     data: str
 
 
 def encode(patches: np.ndarray, grid: tuple[int, int]) -> Item:
-    """Returns an image's item. patches: [N, C * p * p] uint8, see data.images.resize.cut. grid: rows, columns."""
+    """Returns an image's item. patches: [N, C * p * p] uint8, see data.images.resize.cut. grid: rows, columns, in
+    patches."""
     digest = hashlib.blake2b(repr(grid).encode() + patches.tobytes(), digest_size=16).hexdigest()
     fields = {
         "pixel_values": {"data": _tensor(patches),
@@ -46,9 +47,10 @@ def _tensor(array: np.ndarray) -> list:
 
 
 class ItemWriter:
-    """Makes the `features` of requests with images and keeps the most recently encoded images. Threads may share it.
+    """Makes the `features` of requests with images and keeps the most recently used encoded images. Threads may share
+    it.
 
-    limit: bytes of encoded images to keep."""
+    limit: bytes of encoded images to keep; the last one stays even if it is larger."""
 
     def __init__(self, limit: int = KEPT_BYTES):
         self.limit = limit
@@ -57,7 +59,7 @@ class ItemWriter:
 
     def features(self, pictures: Pictures) -> dict:
         """Returns the JSON field `features` of a request whose prompt has these images: hashes, places and encoded
-        patches. Raises ConfigError for videos."""
+        patches. Raises ConfigError for videos, and what reading an image raises (RunStopped)."""
         if pictures.frames > 1:
             raise ConfigError("rollout.engine=vllm: jaxrl does not write items of videos for vLLM yet; set "
                               "rollout.engine=jax")

@@ -21,6 +21,13 @@ def server_folder(servers) -> Path | None:
     return Path(servers[0]) if len(servers) == 1 and servers[0][:1] in ("/", ".") else None
 
 
+def url_host(url: str) -> str:
+    """Returns the host of http://host:port or https://host:port, an IPv6 address in its brackets; "" for another
+    text."""
+    address = re.fullmatch(r"https?://(\[[^]]+\]|[^/:]+)(:[0-9]+)?/?", url)
+    return address[1] if address else ""
+
+
 def read_urls(folder: Path) -> list[str]:
     """Returns the URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
     files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
@@ -28,7 +35,8 @@ def read_urls(folder: Path) -> list[str]:
 
 
 def memory_fraction(config) -> float:
-    """Returns the share (0 to 1) of a GPU's memory that one of our servers uses."""
+    """Returns the share (0 to 1) of a GPU's memory that one of our servers uses: rollout.vllm.memory_fraction, or by
+    default OWN_MEMORY with rollout.vllm.devices unless colocated, else SHARED_MEMORY."""
     own = config.rollout.vllm.devices and config.rollout.placement != "colocated"
     return config.rollout.vllm.memory_fraction or (OWN_MEMORY if own else SHARED_MEMORY)
 

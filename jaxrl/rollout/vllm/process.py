@@ -12,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from jaxrl.processes.addresses import address_family, bare_host
 from jaxrl.rollout.protocol import EngineLost
 from jaxrl.vllm_plugin import OWNER, start_time
 
@@ -21,7 +22,8 @@ LOG_BYTES = 64_000_000  # of a log, and of the previous part
 
 def free_port(host: str) -> int:
     """Returns a TCP port of a host that is free now; it is not reserved, and another program may take it."""
-    with socket.socket() as s:
+    host = bare_host(host)
+    with socket.socket(address_family(host)) as s:
         s.bind((host, 0))
         return s.getsockname()[1]
 
@@ -58,8 +60,8 @@ class ServerProcess:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
     def last_errors(self) -> str:
-        """Returns the last two lines of its log that look like an error, else its last two lines; at most 800
-        characters."""
+        """Returns the last two lines of its log since its start that look like an error, else its last two lines; the
+        last 800 characters of them."""
         with open(self.log_file, "rb") as f:
             f.seek(self._from)
             lines = [line.strip() for line in f.read().decode(errors="replace").splitlines() if line.strip()]
@@ -75,9 +77,8 @@ class ServerProcess:
             self._from = 0
 
     def stop(self) -> None:
-        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS,
-        which also ends processes that are suspended (SIGSTOP).
-        """
+        """Sends SIGTERM to the whole session, and SIGKILL to the rest after GRACE_SECONDS, which also ends processes
+        that are suspended (SIGSTOP). Raises subprocess.TimeoutExpired if the server's process does not end."""
         for sig, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not self._alive():
                 break
@@ -88,7 +89,7 @@ class ServerProcess:
         self._process.wait(timeout=GRACE_SECONDS)
 
     def kill(self) -> None:
-        """Kills the session. Raises EngineLost if a process does not end."""
+        """Kills the session. Raises EngineLost if the server's process does not end within GRACE_SECONDS."""
         self._signal(signal.SIGKILL)
         try:
             self._process.wait(timeout=GRACE_SECONDS)

@@ -129,7 +129,7 @@ class Publisher:
 
         Raises:
           WeightMismatch: a server reports weights that it does not have.
-        """
+          RunStopped: /dev/shm is full."""
         self._params, self.version = params, version
         started, report = time.monotonic(), {"bytes": 0}
         for attempt in range(self.options.retries + 1):
@@ -323,10 +323,11 @@ class Publisher:
 
     def probe(self, replica, pictures: Pictures | None = None) -> float:
         """Returns the mean absolute difference of log-probs, trainer - engine, in nats, over the at most PROBE_TOKENS
-        tokens that a server samples behind a fixed prompt; temperature 1, no truncation.
+        tokens that a server samples behind a fixed prompt; temperature 1, no truncation. Only during `publish`, whose
+        weights it takes. Raises ServerError or Refused if the server does not reply as it should.
 
-        replica: the server that is asked. pictures: images in the prompt, `_probe_images`. None: PROBE_PROMPT tokens
-        of text."""
+        replica: the server that is asked. pictures: images in the prompt, `_probe_images`. None: PROBE_PROMPT tokens of
+        text."""
         length = PROBE_PROMPT + (0 if pictures is None else int(pictures.counts.sum()) // pictures.merge**2)
         prompt = np.random.default_rng(0).integers(0, self.model.config.vocab_size, length).astype(np.int32)
         new = min(PROBE_TOKENS, max_model_len(self.config) - length)

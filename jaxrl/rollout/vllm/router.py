@@ -35,7 +35,8 @@ AFFINITY_SLACK = 4  # requests by which a group's server may be busier than anot
 class Job:
     """A request on its way to a server, with its tries.
 
-    attempts: failed tries so far; one without a connection counts 1 / CONNECTION_TRIES."""
+    attempts: failed tries so far; one without a connection counts 1 / CONNECTION_TRIES. done: whether it has a
+    result."""
 
     request: Request
     attempts: float = 0
@@ -61,7 +62,14 @@ class Replica:
 
 
 class Router:
-    """Routes requests; see the module.
+    """Sends requests to the servers of a run, each to the one that has its prompt or least to do, and tries them again
+    elsewhere when a server fails. Its event loop runs in a thread of its own, which starts here and ends with `close`.
+
+    Attributes:
+      results: queue of Result, or an exception that ends the run.
+      current_version, model, routed: weight version, name of the model, and whether experts are asked for; set by the
+        engine before requests are sent.
+      trace: called with a dict for each request (log.trace_requests); None = not.
 
     Args:
       urls: of the replicas.

@@ -20,7 +20,7 @@ MAX_CONCURRENT, TRIES = 16, 4  # concurrent requests per server; tries per reque
 
 
 class TokenScores(NamedTuple):
-    """Log-probs of a sequence of n tokens at temperature 1, in nats."""
+    """Log-probs of a sequence of n tokens at temperature 1, in nats; `logprobs` is 0 where `ids` is -1."""
 
     own: np.ndarray       # [n] float32: log-prob of each; 0 at the first, which nothing predicts
     ids: np.ndarray       # [n, top] int32: the most probable tokens, the highest first; -1 = none
@@ -100,7 +100,7 @@ def parse_scores(tokens, prompt_logprobs: list, top: int) -> TokenScores:
     """Returns the TokenScores of a reply's `prompt_logprobs`. Raises ValueError for another number of tokens or one
     without log-probs, KeyError where those of the token itself are missing.
 
-    tokens: [n] token ids. top: K, columns of the result. prompt_logprobs: per token None (the first), or
+    tokens: [n] int token ids. top: K, columns of the result. prompt_logprobs: per token None (the first), or
     {id: {"logprob", "rank"}} of the most probable tokens and the token itself."""
     if len(prompt_logprobs) != len(tokens):
         raise ValueError(f"{len(prompt_logprobs)} log-probs for {len(tokens)} tokens")

@@ -14,6 +14,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.config import ModelConfig, model_config
 from jaxrl.models.families import FAMILIES, IMAGES, family_of
 from jaxrl.models.io.hf import SOURCE
+from jaxrl.processes.addresses import join_host_port
 from jaxrl.processes.group import Peers
 from jaxrl.rollout.engines import EngineContext
 from jaxrl.rollout.protocol import EngineLost
@@ -58,7 +59,7 @@ class OwnServers:
         self.dtype = dtype or ("float32" if self.cpu else "bfloat16")
         write_model_folder(folder / "model", hf_config)
         self.ports = [v.port + first + i if v.port else free_port(v.host) for i in range(v.replicas)]
-        self.urls = [f"http://{v.host}:{port}" for port in self.ports]
+        self.urls = [f"http://{join_host_port(v.host, port)}" for port in self.ports]
         self.restarts, self._silent = [0] * v.replicas, [0] * v.replicas
         self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has replied since its start
         self.processes: list[ServerProcess] = []
@@ -105,14 +106,17 @@ class OwnServers:
         return True
 
     def stop(self) -> None:
-        """Stops all servers, at once."""
+        """Stops all servers at the same time, and waits for it; a process that does not end is left."""
         with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as pool:
             for process in self.processes:
                 pool.submit(process.stop)
 
 
 def write_model_folder(folder: Path, hf_config: dict) -> None:
-    """Writes a folder with a config and no weights: servers start from dummy weights and receive the policy's."""
+    """Writes a folder with a config and no weights, in place of an existing one: servers start from dummy weights and
+    receive the policy's. For a model with a tower it has a preprocessor_config.json, too.
+
+    hf_config: as in config.json, of the text model, with models.io.hf.SOURCE and IMAGES for a tower."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     family = family_of(hf_config)
@@ -135,8 +139,9 @@ def write_model_folder(folder: Path, hf_config: dict) -> None:
 
 
 def query_growth(config: ModelConfig) -> dict | None:
-    """Returns what vLLM reads of a config.json as `llama_4_scaling`: how queries grow with their position, which
-    published folders have in the rotary table (models.rope.growth). None for a model whose queries do not."""
+    """Returns what vLLM reads of a config.json as `llama_4_scaling`, {"beta", "original_max_position_embeddings"}: how
+    queries grow with their position, which published folders have in the rotary table (models.rope.growth). None for a
+    model whose queries do not."""
     rope = next((r for r in config.ropes if r.query_beta), None)
     return rope and {"beta": rope.query_beta, "original_max_position_embeddings": rope.original_max}
 
@@ -158,7 +163,8 @@ def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -
 def first_servers(config, group: Peers) -> list[str]:
     """Returns the URLs of rollout.servers; for a folder, once it names a server for every process, or those that it
     names after rollout.vllm.setup_seconds. The same on all processes. Raises EngineLost if it names none.
-    """
+
+    group: the processes of the run."""
     folder, seconds = server_folder(config.rollout.servers), config.rollout.vllm.setup_seconds
     if folder is None:
         return list(config.rollout.servers)
@@ -177,7 +183,8 @@ def first_servers(config, group: Peers) -> list[str]:
 
 
 def servers_of_process(servers, group: Peers) -> list[str]:
-    """Returns the servers of this process. Raises ConfigError if there are fewer servers than processes."""
+    """Returns the URLs of this process's servers, every `group.count`-th from its index on. Raises ConfigError if there
+    are fewer servers than processes."""
     if len(servers) < group.count:
         raise ConfigError(f"rollout.servers={tuple(servers)}: {len(servers)} for {group.count} processes, and each "
                           "drives its own; start at least one per process, or train with fewer processes")
@@ -230,12 +237,12 @@ class Fleet:
     # ---- start ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Waits until the servers reply, and checks them. At least one must; others may join later.
+        """Waits until the servers reply, and checks them. All of ours must reply; of given ones at least one, and
+        others may join later.
 
         Raises:
-          ConfigError: a restart would not help.
-          EngineLost: any other failure.
-        """
+          ConfigError: a restart would not help: wrong options, a refused call, or servers that cannot serve this run.
+          EngineLost: any other failure."""
         end, up, waiting = time.monotonic() + self.options.setup_seconds, [], list(self.router.replicas)
         found = dict(zip(waiting, self._pool.map(lambda r: self._wait_healthy(r, end, up), waiting), strict=True))
         for replica, why in found.items():
@@ -317,9 +324,8 @@ class Fleet:
         replica.examined = True
 
     def take_newcomers(self) -> None:
-        """Adds servers announced since the last call, distributed like the first ones; each gets
-        weights once it replies.
-        """
+        """Adds servers announced in the folder of rollout.servers since the last call, distributed like the first ones;
+        each gets weights once it replies. Collective; does nothing without a folder."""
         if self._folder is None:
             return
         found = self.group.decide(f"servers at publish {self._looked}", read_urls, self._folder)
@@ -345,7 +351,7 @@ class Fleet:
                 self.router.set_state(replica, "dead", process.ended())
 
     def revive(self) -> None:
-        """Restarts our servers that died, and checks which restarted ones are up."""
+        """Restarts our servers that died, and checks which restarted ones are up. Raises EngineLost as `restart`."""
         own = self.own
         if own is None:
             return
@@ -358,7 +364,8 @@ class Fleet:
                     self.router.set_state(replica, "dead" if why else "unsynced", why)
 
     def restart(self, replica: Replica) -> None:
-        """Restarts a server of ours unless it has used up rollout.vllm.restarts; does nothing for a given one."""
+        """Restarts a server of ours unless it has used up rollout.vllm.restarts; does nothing for a given one. Raises
+        EngineLost if its process does not end."""
         if self.own and self.own.restart(replica.index):
             log.warning("vLLM server %s is restarted (%d of rollout.vllm.restarts=%d)", replica.url,
                         self.own.restarts[replica.index], self.options.restarts)
@@ -373,11 +380,11 @@ class Fleet:
     # ---- GPU memory ------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Frees the GPU memory of all servers, waiting for those that are starting.
+        """Frees the GPU memory of all servers. Ends one of ours that is starting or does not sleep; `revive` restarts
+        it.
 
         Raises:
-          EngineLost: a given server does not sleep. One of ours is ended instead, and restarted by `revive`.
-        """
+          EngineLost: a given server does not sleep, or the process of one of ours does not end."""
         here = [r for r in self.router.replicas if r.state in ("ready", "unsynced", "starting")]
         for r in here:  # from now on it takes no request
             self.router.set_state(r, "asleep" if r.state != "starting" else "starting")

@@ -31,17 +31,20 @@ class ServerMemory:
         self.state = "awake"
 
     def meet(self) -> None:
-        """Sets the state of a new server: awake, or `lost` if an earlier trainer left it asleep or paused."""
+        """Sets the state of a new server: awake, or `lost` if an earlier trainer left it asleep or paused. Raises
+        ServerError or Refused if the server does not tell."""
         self.state = "lost" if self.control.is_sleeping() else "awake"
 
     def sleep(self) -> None:
-        """Puts the server to sleep: awake -> asleep. It aborts the requests that it is still working on."""
+        """Puts the server to sleep: awake -> asleep. It aborts the requests that it is still working on and drops
+        weights and cache (level 2), so weights must be published again before it serves. Raises RuntimeError in any
+        other state, ServerError or Refused if the call fails (-> lost)."""
         self._go(("awake",), "asleep", lambda: self.control.sleep(LEVEL))
 
     def open(self) -> None:
-        """Prepares for weights: asleep -> filling, with memory for weights whose content is undefined; lost ->
-        filling, with all memory. An awake server stays awake.
-        """
+        """Prepares for weights: asleep -> filling, with memory for weights whose content is undefined; lost -> filling,
+        with all memory. In any other state it does nothing. Raises ServerError or Refused if the call fails (->
+        lost)."""
         if self.state == "asleep":
             self._go(("asleep",), "filling", lambda: self.control.wake_up("weights"))
         elif self.state == "lost":
@@ -49,8 +52,8 @@ class ServerMemory:
 
     def close(self) -> None:
         """Ends a weight transfer: filling -> awake, the server schedules again. An awake server stays awake. Raises
-        ServerError if it reports that it still sleeps.
-        """
+        RuntimeError in any other state, ServerError if it reports that it still sleeps, or fails, Refused if it refuses
+        (-> lost)."""
         if self.state != "awake":
             self._go(("filling", "awake"), "awake", lambda: self._wake("kv_cache"))
 

@@ -29,6 +29,7 @@ import numpy as np
 from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.models.io import hf
 from jaxrl.processes import http_server
+from jaxrl.processes.addresses import bare_host, join_host_port
 from jaxrl.rollout.vllm.adapter import ServerError
 from jaxrl.vllm_plugin import Nccl
 
@@ -43,7 +44,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def describe(tensors, verify: bool) -> tuple[list[list], int]:
-    """Returns (rows of UpdateInfo.tensors, total bytes) of (name, array) pairs.
+    """Returns (rows of UpdateInfo.tensors, total bytes with padding) of (name, array) pairs.
 
     A row: [name, dtype, shape, offset, bytes, SHA-256, or "" unless `verify`]; offsets are multiples of ALIGN."""
     rows, offset = [], 0
@@ -99,10 +100,10 @@ LOCK = "lock"
 
 
 class SharedMemory(Stream):
-    """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport.
+    """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport; those
+    that killed trainers left are removed at the start. Raises ConfigError without /dev/shm.
 
-    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers.
-    """
+    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers."""
 
     name = "shm"
 
@@ -174,7 +175,7 @@ def lock_file(path: Path, flags: int = 0) -> int | None:
 
 
 def remove_unowned(folder: Path) -> None:
-    """Deletes a folder of a trainer that was killed, that is, one without a held lock."""
+    """Deletes a folder of a trainer that was killed: one with a lock file whose lock no process holds. Others stay."""
     lock = lock_file(folder / LOCK)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +183,8 @@ def remove_unowned(folder: Path) -> None:
 
 
 def address_towards(url: str) -> str:
-    """Returns this host's address on the route to a server. (Connecting a datagram socket sends nothing.)"""
+    """Returns this host's address on the route to a server's URL. Connecting a datagram socket sends nothing. Raises
+    OSError if the name is unknown or there is no route."""
     there = urllib.parse.urlparse(url)
     kind, _, _, _, address = socket.getaddrinfo(there.hostname, there.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as s:
@@ -194,15 +196,16 @@ class Network(Stream):
     """Serves chunks over HTTP from this process: no shared disk, any number of hosts. Readers use a key
     made for this run.
 
-    host: address under which servers reach this process."""
+    host: address under which servers reach this process, an IPv6 address with or without brackets."""
 
     name = "network"
 
     def __init__(self, host: str):
         self.key, self._count = secrets.token_urlsafe(32), 0
         self._chunks: dict[str, bytearray] = {}
-        self._server = http_server.Server(host, 0, self._answer, self._admit, connections=CONNECTIONS).start("weights")
-        self.address = f"{host}:{self._server.port}"
+        made = http_server.Server(bare_host(host), 0, self._answer, self._admit, connections=CONNECTIONS)
+        self._server = made.start("weights")
+        self.address = join_host_port(host, self._server.port)
 
     def _admit(self, request: http_server.Request) -> http_server.Reply | None:
         return None if request.has_key(self.key) else http_server.error(401, "the key of this run is missing or wrong")
@@ -242,7 +245,7 @@ class Broadcast(Stream):
     The communicator is rebuilt when the servers change or something failed. NCCL is loaded by name through ctypes, so
     neither torch nor vLLM is needed here; vllm_plugin.Nccl is the other end.
 
-    deadline: seconds that joining may take."""
+    deadline: seconds that joining may take. Raises ConfigError if NCCL cannot be loaded."""
 
     name, host = "nccl", False
 
@@ -269,7 +272,8 @@ class Broadcast(Stream):
                 for url, rank in zip(servers, ranks[:-1], strict=True)}
 
     def meet(self, greeted):
-        """Joins the NCCL group together with the servers' workers. Raises what joining or greeting raised."""
+        """Joins the NCCL group together with the servers' workers, unless they have joined. Raises ServerError if
+        joining fails or takes more than `deadline` seconds, and what the greeting raised."""
         if self._joined:
             return greeted.result()
         size, joining = 1 + sum(self._servers.values()), concurrent.futures.Future()

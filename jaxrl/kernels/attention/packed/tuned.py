@@ -49,10 +49,12 @@ def tiles_of(length: int) -> int:
 
 
 def groups_per_step(kernel: str, groups: int, per_group: int, size: int, itemsize: int, tiles: int, cores: int) -> int:
-    """Returns key-value heads of one step: the most that leave work for every core, keep to HEADS and fit, else one.
+    """Returns the number of key-value heads of one step: the largest divisor of `groups` with which every core has a
+    step, a step has at most HEADS query heads, and its buffers take at most half of VMEM; else 1.
 
     Args:
       kernel: forward, queries or keys (the gradients of one side).
+      groups: key-value heads of the model on one device.
       per_group: query heads per key-value head. size: of a head. itemsize: bytes of an input's number.
       tiles: of the side that passes by, per step. cores: over which the blocks of heads are spread.
     """
