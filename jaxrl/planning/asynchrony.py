@@ -85,7 +85,7 @@ class Engine(protocol.Engine):
         return protocol.EngineInfo(concurrent=self.beside, holds=True)
 
     def abort(self, ids=None) -> None:
-        """Drops all requests, whichever `ids` names."""
+        """Drops all requests, whichever `ids` names; results that wait to be polled stay."""
         self._waiting.clear()
         self._running.clear()
 
