@@ -46,8 +46,8 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       matmul: the scheme that rounds what is multiplied (kernels.low_precision), but for the weights' gradients. Scales
         of whole arrays are of an expert's weights and of a block of tokens here.
       implementation: auto (the first of the platform's ORDERS that serves the call), reference (every expert on every
-        token), or a name in IMPLEMENTATIONS: blocks (sorted, in XLA), tpu or gpu (kernels; blocks runs
-        if they cannot serve the call). A refusal is logged once.
+        token; without gradient where `matmul` is a scheme), or a name in IMPLEMENTATIONS: blocks (sorted, in XLA), tpu
+        or gpu (kernels; blocks runs if they cannot serve the call). A refusal is logged once.
       axis: name of the mesh axis of the experts; None: all of them are here.
       biases: () or, with a gate, those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 
