@@ -314,9 +314,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
 
 def write_plain(folder, model, params, dtype) -> None:
-    """Writes a folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in
-    `dtype`. Each process writes its own; params: arrays that it reaches. A `shifted` adapter is written with twice the
-    rank, as in `write`.
+    """Writes a folder for engines that serve adapters, replacing an existing one: plain LoRA whose config names every
+    rank and scale, tensors in `dtype`. Each process writes its own; params: arrays that it reaches. A `shifted` adapter
+    is written with twice the rank, as in `write`.
 
     Raises ValueError for a decomposed adapter and for modules that train whole.
     """

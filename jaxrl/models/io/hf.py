@@ -69,7 +69,7 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
       path: folder or hub id; empty = `overrides` alone is the config.
       revision: hub revision, None = main.
       overrides: config entries that win; None = none.
-      weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
+      weights: also read the weights' headers, so that an export is exact; of a hub id the weights are fetched for it.
       images: of a model with a tower (Family.vision) the tower, too; its vision_config is then the entry IMAGES.
 
     Raises ConfigError for a missing config.json, files that are no JSON objects, weights' headers that cannot be read
