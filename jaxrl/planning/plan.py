@@ -486,7 +486,8 @@ def predict(config, mesh, model) -> dict[str, float]:
     Bytes are those of one device; everything is at maximum lengths, without communication. Nothing is compiled. {} on
     devices missing in the table of chips, with any entry in mesh.roles, and with adapters.
 
-    mesh: jax Mesh of present devices. model: jaxrl.models.Model. Raises ConfigError for a job that cannot be planned.
+    config: the run's Spec. mesh: jax Mesh of present devices. model: jaxrl.models.Model. Raises ConfigError for a job
+    that cannot be planned.
     """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)
