@@ -90,8 +90,8 @@ def tpu_columns(into: int, out: int, lefts: int, weights: int, sums: int, output
                 cores: int) -> int:
     """Returns the columns of a step on TPUs, a multiple of 128; `out` if it is below 128; 0 where none fit the memory.
 
-    They are the most, up to TPU_WIDEST and TPU_NUMBERS numbers of a weight, that fit into VMEM, give every core a step
-    (if `out` has 128 columns for each) and, where any of these does, divide `out`.
+    They are the most, up to TPU_WIDEST and (but for 128) TPU_NUMBERS numbers of a weight, that fit into VMEM, give
+    every core a step (if `out` has 128 columns for each) and, where any of these does, divide `out`.
 
     Args:
       into, out: columns of the operands and of the results. lefts, weights, sums, outputs: how many arrays of each.
