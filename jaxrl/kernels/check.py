@@ -304,7 +304,8 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False, me
     where there are none, as on CPUs.
 
     A kernel that fails with an error is among them, one that refuses the case is not. Verdicts are kept in a file by
-    device kind, jax, kernel source and case, so that a kernel is looked at once.
+    device kind, jax, kernel source and case, so that a kernel is looked at once: one that failed is not tried again
+    before one of these changes.
 
     Args:
       dtype: of the inputs, a key of TOLERANCE. heads: sizes of the model's attention.

@@ -73,7 +73,7 @@ class Weights(NamedTuple):
       config: ModelConfig; of a tower's layers its VisionConfig.
       rows, values: rows and arrays of the parameters by path in the layer, such as `mlp/up/kernel`.
       real: [B, L] bool, which tokens are no padding; None = all.
-      whose: [B, L] int, number of each token's adapter; None with at most one adapter.
+      whose: [B, L] int, number of each token's adapter, in a set or a bank; None with at most one adapter.
       matmul: scheme of the products (kernels.low_precision).
       experts, recurrence: implementations (kernels.experts, kernels.recurrence).
     """
@@ -89,7 +89,9 @@ class Weights(NamedTuple):
 
     def linear(self, name: str, x):
         """Computes x @ `<name>/kernel` over the kernel's input axes, [..., *O] of x [..., *I] in x's dtype, plus the
-        adapter and `<name>/bias` if there are any.
+        adapter (a decomposed one multiplies the sum by `stretch`), then plus `<name>/bias`, if there are any.
+
+        `watched` sees the call.
         """
         if (see := WATCH.get()) is not None:
             see(name, x)
@@ -110,7 +112,8 @@ class Weights(NamedTuple):
 
     def linears(self, module: str, x, *names: str) -> list:
         """Applies several linear maps of one module to the same x [..., D]: one product if their weights are joined
-        (models.unstacked). Returns their outputs [..., *O], as of `linear`, in the order of the names.
+        (models.unstacked; then it is not watched). Returns their outputs [..., *O], as of `linear`, in the order of the
+        names.
         """
         name = f"{module}/{parameters.JOINED.get(names)}"
         if f"{name}/kernel" not in self.values:
@@ -180,7 +183,8 @@ class Weights(NamedTuple):
     def norm(self, name: str, x, eps: float | None = None):
         """Returns the RMS norm of x over its last axis, x / sqrt(mean(x^2) + eps), times offset + scale, in x's dtype.
 
-        The norm is computed in fp32 or better; offset is config.norm_offset. eps: None = the config's.
+        The norm is computed in fp32 or better, and so is the product with offset + scale unless the offset is 0: then
+        it is one of numbers rounded to x's dtype. offset is config.norm_offset. eps: None = the config's.
         """
         scale, offset = self.values[f"{name}/scale"], self.config.norm_offset
         acc = jnp.promote_types(x.dtype, jnp.float32)
@@ -196,9 +200,11 @@ WATCH: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("watch",
 
 @contextlib.contextmanager
 def watched(see: Callable):
-    """Calls `see(path, x)` with the input of each linear map while a model is traced in this context.
+    """Calls `see(path, x)` with the input of each linear map (`Weights.linear`; no expert, router or output matrix)
+    while a model is traced in this context.
 
-    The model's layers must be neither scanned nor recomputed.
+    The model's layers must be neither scanned nor recomputed, and keys and values not kept, as in prefill and decoding:
+    there layers of one kind are traced once.
 
     path: the module's path in its layer; calls come in the order of the layers. x is a traced value: it may leave the
     trace only as one of its outputs.
@@ -410,7 +416,7 @@ def forward(model, params, tokens_BxL, positions_BxL, segments_BxL=None, prefixe
         one segment, as against a cache.
       cache: as Model.init_cache returns it, of B slots, for new tokens; None = packed rows.
       prompts: kernels.attention.Shared, which slots have one prompt, while decoding.
-      whose_BxL: int32 adapter number of each token, with an adapter set.
+      whose_BxL: int32 adapter number of each token, with an adapter set or a bank (see Model.forward).
       seen: the rows' images; None: no row has one.
       shift_B: int32, added to a row's positions for rotary angles, where images precede these tokens; None = 0.
     """

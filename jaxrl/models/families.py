@@ -445,9 +445,10 @@ UNSCALED = ("rotary_pct", "rotary_percent", "routed_scaling_factor", "n_group", 
 
 def family_of(hf_config: dict) -> Family:
     """Returns the family of a config, by `model_type`. A config without `architectures` is taken for one of the
-    family's.
+    family's; of several names one must be known.
 
-    Raises ConfigError for an unknown family or architecture.
+    hf_config: as `text_part` returns it. Raises ConfigError for an unknown family or architecture, and for a model of
+    several parts or an alias (NESTED, ALIASES), which `text_part` has to resolve first.
     """
     known = ", ".join([*FAMILIES, *NESTED, *ALIASES])
     kind = hf_config.get("model_type")

@@ -130,7 +130,8 @@ class Model:
 
     @functools.cached_property
     def entries(self) -> tuple[parameters.Entry, ...]:
-        """The parameter table: path, shape, logical axes and HF names (an adapter has none) of every array."""
+        """The parameter table: path, shape, logical axes and HF names (an adapter, codes of a quantized base and joined
+        products have none) of every array."""
         base = decoder.entries(self.config, self.scan_layers)
         base = unstacked.joined(base) if self.joined else base
         return base if self.adapter is None else adapters.entries(self.adapter, base)
@@ -147,10 +148,11 @@ class Model:
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices, zero biases, norms that scale
-        by one, a recurrence's rates and steps (recurrent.initial_rates, initial_steps; its other parameters of heads
-        are 1); adapters start as adapters.initial and adapters.magnitudes define. The kernels of a quantized base are
-        codes and scales (adapters.quantized).
+        """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices (a tower's, too),
+        convolutions and sinks, zero biases, norms that scale by one, a recurrence's rates and steps
+        (recurrent.initial_rates, initial_steps; its other parameters of heads are 1); adapters start as
+        adapters.initial and adapters.magnitudes define. The kernels of a quantized base are codes and scales
+        (adapters.quantized).
 
         Pure. Values do not depend on mesh, scan or compute dtype; those of the base do not depend on the adapter.
         """
@@ -189,8 +191,8 @@ class Model:
         Args:
           tokens_BxL, positions_BxL, segments_BxL, prefixes_BxL: int32, as in jaxrl.types.PackedBatch: token ids;
             position within the sequence; segment, 0 = padding; segment of the shared prompt, 0 = none.
-          whose_BxL: int32 adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none.
-            None: no set.
+          whose_BxL: int32 adapter number of each token, in an adapter set (models.adapters.adapter_set); 0 = none. In a
+            bank (models.adapters.bank) numbers count from 0: all tokens of a row have one, padding 0. None: neither.
           images: jaxrl.types.Images of the rows, of a model with a tower; None: no row has an image.
 
         Returns:
@@ -268,8 +270,9 @@ class Model:
 
         Returns:
           hidden [B, D] of each row's last real token in the compute dtype, and kv: the tree of `init_cache` for B slots
-            of length P ([B, P, G * K] per layer, in the compute dtype); with_auxiliary, also the auxiliary of
-            `forward`. States of recurrent layers are those before the last token, which decoding runs again.
+            of length P ([B, P, G * K] per layer, in the compute dtype; states of recurrent layers in fp32 or better);
+            with_auxiliary, also the auxiliary of `forward`. The states are those before the last token, which decoding
+            runs again.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens_BxP.shape[1], dtype=jnp.int32), tokens_BxP.shape)
         segments = (positions < lengths_B[:, None]).astype(jnp.int32)

@@ -217,8 +217,9 @@ def sharded_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions,
     the `work` of a ring, they go from device to device. The backward pass reduce-scatters their gradients. Keys of a
     cache are whole.
 
-    If tp is larger than G and a multiple of it, keys and values are whole on every device of tp, and each takes the one
-    key-value head that its query heads read. If tp divides no heads, every device of tp does the same work.
+    Heads are split over tp if it divides G. If it is a multiple of G and divides H, keys and values are whole on every
+    device of tp, and each takes the one key-value head that its query heads read. Else every device of tp does the same
+    work on all heads.
     """
     arguments = (q_BxLxHxK, k_BxSxGxK, v_BxSxGxK, q_positions, k_positions, q_segments, k_segments, q_prefixes, q_reach)
     mesh = _mesh()
@@ -475,6 +476,7 @@ def cached_attention_work(positions_Sx1, prompts, shape, dtype, heads, groups, *
       positions_Sx1: int32 positions of the queries.
       prompts: kernels.attention.Shared or None. Each device's rows describe its own slots, counted from its first one.
       shape, dtype: [S, C, G * K] and dtype of the cache of a layer. heads, groups: H and G.
+      options: window (0 = all) and implementation, as of the call.
     """
     slots, length, width = shape
     size = width // groups

@@ -91,7 +91,8 @@ def gated_delta(own, layer, implementation: str, x_BxLxD, shared, cache, index):
       cache: the layer's part of Model.init_cache, with the repetitions in front if `index` is one; None = packed rows.
       index: int scalar or None.
 
-    Returns (y [B, L, D] in x's dtype, the cache's arrays after the tokens; of packed rows those of B new slots).
+    Returns (y [B, L, D] in x's dtype, the cache's arrays after the tokens that enter them (Chunks.enters: of prompts
+    all but the last one); of packed rows those of B new slots).
     """
     del layer, implementation
     return _mixed(DELTA, _norm_then_gate, own, x_BxLxD, shared, cache, index)

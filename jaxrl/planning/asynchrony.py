@@ -85,7 +85,7 @@ class Engine(protocol.Engine):
         return protocol.EngineInfo(concurrent=self.beside, holds=True)
 
     def abort(self, ids=None) -> None:
-        """Drops all requests, whichever `ids` names."""
+        """Drops all requests, whichever `ids` names; results that wait to be polled stay."""
         self._waiting.clear()
         self._running.clear()
 
@@ -167,7 +167,8 @@ def simulate(speeds: Speeds, lengths, *, per_step: int, group_size: int, steps: 
     """Simulates an endless run and measures `steps` steps after the pipeline has filled.
 
     Args:
-      lengths: tokens of the completions in the order of the data, repeated.
+      speeds: of engine and trainer.
+      lengths: tokens of the completions in the order of the data, repeated; at least one.
       per_step: prompts of a step. group_size: completions of a prompt.
       max_staleness, sync_every, partial: the options below `rollout`.
       beside: the engine has devices of its own.

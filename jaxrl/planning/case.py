@@ -40,8 +40,8 @@ class Case:
     """A job to plan.
 
     Attributes:
-      config: the Spec resolved against the target. hf_config: the model's description.
-      mesh: axis sizes.
+      config: the Spec resolved against the target. target: the devices. hf_config: the model's description.
+      model: the Model, without adapters, with the target's kernels (`with_kernels`). mesh: axis sizes.
       rollout: (mesh of one process's sampler, its Shapes, bytes of its dtype), or None if the
         completions come from elsewhere.
       memory, usable: bytes of one device: all of them, and those that the job may use.

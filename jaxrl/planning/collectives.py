@@ -28,7 +28,7 @@ class Collective:
     """Collectives of one kind over one group: `count` runs that together handle `bytes` of whole (gathered, unreduced)
     arrays.
 
-    A collective-permute counts what one device sends.
+    A collective-permute counts what one device sends; its `group` is 2, and its `hosts` at most that.
     """
 
     kind: str

@@ -28,6 +28,9 @@ class PlanComparison:
 
     Args:
       config: the run's Spec. job: its Job. step: completed steps at the start.
+
+    Attributes:
+      predicted: what `plan.predict` returned, with a critic's update added to that of the policy; {} if nothing is.
     """
 
     def __init__(self, config, job, step: int):
@@ -50,7 +53,8 @@ class PlanComparison:
     def measured(self, lines) -> dict[str, float]:
         """Returns {"peak_bytes" if the device reports it, "<phase>_seconds", "step_seconds" their sum}.
 
-        Seconds are medians over the lines after the first WARM_UP, per step. The peak is that of the mesh's first
+        Seconds are medians over the lines after the first WARM_UP, per step; a phase that no such line has is left out,
+        without any of them "step_seconds", too. The peak is that of the mesh's first
         device, which only its own process has.
 
         lines: (step, seconds by phase since the last line) of each line of metrics.

@@ -36,7 +36,7 @@ def start(config, hf_config: dict, platform: str, target, mesh: dict, rollout_me
     start).
 
     Args:
-      hf_config: the model's description.
+      config: the job's Spec or config. hf_config: the model's description.
       platform: cpu (as many devices of this machine as the target has), tpu (a topology; needs libtpu) or gpu (needs
         jax's CUDA plugin, see gpu_devices).
       target: targets.Target; for `tpu` it has a topology.

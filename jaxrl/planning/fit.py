@@ -34,7 +34,8 @@ def with_options(config, **values):
 def largest_n(fits: Callable[[int], bool], start: int, limit: int) -> int:
     """Returns the largest n <= limit with fits(n), which must be monotonic; 0 if not even 1 fits.
 
-    The result is exact below 128, else at most 1/64 too small. start: where the search begins to double.
+    The result is exact below 128, else at most 1/64 too small. start: where the search begins to double. limit: at
+    least 1.
     """
     if not fits(1):
         return 0
@@ -64,7 +65,8 @@ def largest(config, peak: Callable, memory: float, mesh: dict, max_positions: in
       peak: config -> bytes on a device.
       memory: bytes of a device that may be used.
       mesh: axis sizes.
-      max_positions: of the model, which bounds prompt and completion together.
+      max_positions: of the model, which bounds prompt and completion together; but 64 tokens of a completion are always
+        tried, even if the prompt leaves less.
     """
     shards = data_shards(mesh)
     length = rows(config, shards).shape[1]

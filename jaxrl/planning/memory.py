@@ -261,7 +261,8 @@ def recurrence_workspace(model, rows: float, length: int, parts: int, backward: 
     """Returns the bytes that a recurrence needs beside its operands for `rows` rows of `length` tokens; 0 without
     recurrent layers.
 
-    parts: devices that share the heads (tp, and cp).
+    rows: on the device, over cp counted whole. parts: devices that share the heads (tp, and cp). backward: with a
+    backward pass.
     """
     cfg = model.config
     if not cfg.num_recurrent:

@@ -44,7 +44,8 @@ GPU_COMPILED = 0.15  # the same of what jax's CUDA plugin compiles, beside two j
 def run(config) -> dict:
     """Prints the plan, writes it as JSON to the file that plan.json names (if any), and returns it, see `make`.
 
-    Raises ConfigError, naming the nearest config that fits, if it does not fit.
+    Raises ConfigError, naming the nearest config that fits, if it does not fit (the plan is printed and written
+    before), and as `make` does.
     """
     plan = make(config)
     print(table(plan) + "\n".join(asynchrony.table(plan["asynchrony"]) if "asynchrony" in plan else ()), flush=True)
@@ -67,7 +68,8 @@ def make(config, search: bool = True) -> dict:
     and "asynchrony"; on GPUs "error" (bounds of peak and step) and "cross_check".
 
     search: adds "largest", the largest sizes that fit, and "advice". Raises ConfigError for an impossible target, model
-    or mesh, and if compiling for CPU or TPU devices fails or takes longer than plan.timeout_seconds.
+    or mesh, for a folder of plan.run that asynchrony.read_recorded_run refuses, and if compiling for CPU or TPU devices
+    fails or takes longer than plan.timeout_seconds. A plan that does not fit is returned, too.
     """
     started = time.monotonic()
     case = open_case(config)
@@ -484,7 +486,8 @@ def predict(config, mesh, model) -> dict[str, float]:
     Bytes are those of one device; everything is at maximum lengths, without communication. Nothing is compiled. {} on
     devices missing in the table of chips, with any entry in mesh.roles, and with adapters.
 
-    mesh: jax Mesh of present devices. model: jaxrl.models.Model. Raises ConfigError for a job that cannot be planned.
+    config: the run's Spec. mesh: jax Mesh of present devices. model: jaxrl.models.Model. Raises ConfigError for a job
+    that cannot be planned.
     """
     device = mesh.devices.flat[0]
     name = targets.name_of(device)

@@ -51,7 +51,8 @@ def moved(tree, shardings):
 
     Devices of different processes cannot send to each other outside of a program. So an array that several processes
     hold, or shall hold, and that moves to other devices is first replicated on its present ones and copied to host
-    memory, one array at a time.
+    memory, one array at a time. All processes of the present and of the new devices call this together; each of them
+    must have some of the present ones, in a mesh (NamedSharding).
     """
     def one(x, where):
         near = x.is_fully_addressable and where.is_fully_addressable

@@ -79,7 +79,7 @@ def make_mesh(mesh_config, devices=None) -> Mesh:
 
 def row_parts(mesh_config) -> int:
     """Returns the number of equal parts rows are cut into: the least common multiple of mesh.cp of the policy and of
-    the cp that mesh.roles gives to reference, critic and teacher.
+    the cp that mesh.roles gives to reference, critic and teacher. None of them may be -1 (resolve.checks refuses it).
     """
     roles = mesh_config.roles
     policy = roles.get("policy", {}).get("cp", mesh_config.cp)

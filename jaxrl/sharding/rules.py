@@ -39,11 +39,11 @@ ROLLOUT_RULES = {**TRAIN_RULES, "embed": None, "expert_embed": None}
 def spec_for(name: str, axes: tuple, shape: tuple, mesh: Mesh | AbstractMesh, rules: dict = TRAIN_RULES) -> P:
     """Returns the PartitionSpec of one parameter with logical `axes` and `shape`.
 
-    A dimension is split over the largest part of its mesh axes in `rules` whose size divides it, None = whole. name:
-    for messages.
+    A dimension is split over the largest part of its mesh axes in `rules` whose size divides it, None = whole. Where
+    all of these have size 1, the first one is named, which splits nothing. name: for messages.
 
-    Raises ValueError naming the parameter for an axis missing from the table, two dimensions on one mesh axis, or
-    another number of axes than of dimensions.
+    Raises ValueError naming the parameter for an axis missing from the table, two dimensions on one mesh axis (one of
+    size 1, too), or another number of axes than of dimensions.
     """
     if len(axes) != len(shape):
         raise ValueError(f"parameter {name}: {len(axes)} logical axes {axes} for shape {shape}")

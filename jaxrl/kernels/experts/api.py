@@ -27,9 +27,10 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
     Products are summed in fp32 (float64 where x is), the activation is computed in it and rounded to x's dtype, and
     what experts return is weighted and added in it in the order of slots. No token is dropped, whatever the routing,
     and memory does not depend on the routing. A token's output does not depend on the other tokens (on CPUs: to
-    the bit, within one program). Gradients flow to x, gates and weights (to weights only where they are asked for);
-    gate and up are computed again in the backward pass, and nothing but the arguments is kept for it. On a mesh, call
-    it within a shard_map: its loops follow the routing of the tokens that it is given.
+    the bit, within one program), unless `matmul` is a scheme that is not by_row. Gradients flow to x, gates and weights
+    (to weights only where they are asked for); gate and up are computed again in the backward pass, and nothing but the
+    arguments is kept for it. On a mesh, call it within a shard_map: its loops follow the routing of the tokens that it
+    is given.
 
     With `axis` the experts lie over that mesh axis of the shard_map, E on each device, and ids count them all: the
     tokens of all its devices are gathered, chunk by chunk, and what comes of them is summed, in x's dtype, where they
@@ -46,8 +47,9 @@ def experts(x_TxD, ids_TxK, gates_TxK, gate_ExDxF, up_ExDxF, down_ExFxD, *, acti
       matmul: the scheme that rounds what is multiplied (kernels.low_precision), but for the weights' gradients. Scales
         of whole arrays are of an expert's weights and of a block of tokens here.
       implementation: auto (the first of the platform's ORDERS that serves the call), reference (every expert on every
-        token), or a name in IMPLEMENTATIONS: blocks (sorted, in XLA), tpu or gpu (kernels; blocks runs
-        if they cannot serve the call). A refusal is logged once.
+        token, all kept for the backward pass; no gradient where `matmul` is a scheme), or a name in IMPLEMENTATIONS:
+        blocks (sorted, in XLA), tpu or gpu (kernels; blocks runs if they cannot serve the call). A refusal is logged
+        once.
       axis: name of the mesh axis of the experts; None: all of them are here.
       biases: () or, with a gate, those of gate [E, F], up [E, F] and down [E, D], in x's dtype; never rounded.
 

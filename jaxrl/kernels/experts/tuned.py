@@ -90,11 +90,12 @@ def tpu_columns(into: int, out: int, lefts: int, weights: int, sums: int, output
                 cores: int) -> int:
     """Returns the columns of a step on TPUs, a multiple of 128; `out` if it is below 128; 0 where none fit the memory.
 
-    The most that leave work for every core and, where any does, divide `out`.
+    They are the most, up to TPU_WIDEST and (but for 128) TPU_NUMBERS numbers of a weight, that fit into VMEM, give
+    every core a step (if `out` has 128 columns for each) and, where any of these does, divide `out`.
 
     Args:
       into, out: columns of the operands and of the results. lefts, weights, sums, outputs: how many arrays of each.
-      itemsize: bytes of a number."""
+      itemsize: bytes of a number. cores: over which the steps are spread."""
     if out < 128:
         return out
     def taken(tile):

@@ -42,7 +42,7 @@ def logprob_and_entropy(
       few_RxSxr, more_rxV: their product is added to the logits: an adapter of the head, which has no gradient then.
       temperature: positive number (may be traced); no gradient flows to it with "chunked".
       softcap: Gemma-style cap on the logits, 0 = none (static).
-      top: how many of the most probable tokens to return too, 0 = none (static).
+      top: how many of the most probable tokens to return too, 0 = none (static); beyond a support, -1e30 is added.
       chunk: valid tokens of a device whose logits exist at once (static); memory is O(chunk * V). One CPU device keeps
         all logits for the backward pass if they are at most chunked.KEPT_CPU numbers; else they are computed again.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.

@@ -58,10 +58,13 @@ def initial(model, key, base_params, name: str, directions: dict | None = None) 
         are); of a scanned or sharded model one matrix is whole at a time.
       name: see the module.
       directions: eva's, HF module name -> [I, r] (see `principal_inputs`); None for other names. Members of a set do
-        not get them, so a set cannot start with eva.
+        not get them, so a set cannot start with eva (TypeError).
+
+    With orthogonal, an adapter on the output matrix starts as with default.
 
     Raises ConfigError for an unknown name, an odd rank with orthogonal, and, with pissa, olora and eva, a rank above
-    what W has; ValueError for an adapter whose `shifted` does not fit the name.
+    what W has; ValueError for an adapter whose `shifted` does not fit the name; KeyError for eva on a target that
+    `directions` does not have, and on the output matrix.
     """
     if not is_init(name):
         raise ConfigError(f"lora.init={name!r}: choose {', '.join(NAMES)}")
@@ -146,15 +149,17 @@ def _start(name, w_IxO, rank, scale, key):
 
 
 def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL) -> dict[str, jax.Array]:
-    """Returns {HF module name: [I, r]}, the r leading principal directions of the inputs of each adapter target.
+    """Returns {HF module name: [I, r]}, the r leading principal directions of the inputs of each adapter target in the
+    decoder's layers. Targets in a tower and the output matrix are not among them.
 
     They are taken over the tokens that are not padding (segment > 0), about the mean, in fp32 (float64 if the model
     computes in it), in the order of their variance. They have length 1, and their signs are arbitrary.
 
     Args:
-      model: with an adapter; r is the rank of each target. The base computes the inputs.
+      model: with an adapter; r is the rank of each target, at most I. The base computes the inputs.
       base_params: parameters of `model.base`.
-      tokens_BxL, positions_BxL, segments_BxL: int32, packed rows as in Model.forward, without prefixes.
+      tokens_BxL, positions_BxL, segments_BxL: int32, packed rows as in Model.forward, without prefixes. Images are not
+        read: their tokens have the embedding of a placeholder.
 
     Raises ConfigError if there are not more tokens than the rank.
     """

@@ -72,7 +72,8 @@ def resolve(options, model) -> Adapter:
     expert or router), except those that only their name selects (Row.by_name) and the output matrix. `exclude` and
     `modules_to_save` take modules out, `layers` keeps those of some layers. Of `rank_pattern` and `alpha_pattern` the
     first key that fits the end of the name decides. scale = alpha / rank, with rslora alpha / sqrt(rank) (arXiv
-    2312.03732); alpha None = the rank. `dropout` and `quantized` of the result are not set here.
+    2312.03732); alpha None = `options.rank`, not the rank that a pattern gives. `dropout` and `quantized` of the result
+    are not set here.
 
     Raises ConfigError for an entry that fits nothing (option, value, examples) or is malformed, for embeddings, output
     matrices, experts and routers as targets, if no target is left, and for what `read` refuses.
@@ -178,11 +179,12 @@ def read(folder, model, head: bool = False) -> tuple[Adapter, dict[str, np.ndarr
 
     Returns (Adapter, {path joined by "/": array}): of every adapted kernel a, b and scale and, of DoRA, m, in fp32 (all
     in float64 if the file has a float64 tensor) and padded with zeros where ranks differ; and the arrays of modules
-    that were trained whole. A field of its config that jaxrl does not know is logged and has no effect. head: whether
-    the output matrix may have an adapter.
+    that were trained whole. A field of its config that is set and that jaxrl does not know is logged as a warning and
+    has no effect. head: whether the output matrix may have an adapter.
 
-    Raises ConfigError naming the folder for files that do not fit each other or the model, and for adapters that
-    compute something that is not served (biases, PiSSA that was not converted ...).
+    Raises ConfigError for files that do not fit each other or the model, for adapters that compute something that is
+    not served (biases, PiSSA that was not converted ...), and as `source` does. Of the messages those about modules
+    (targets, ranks, modules_to_save) do not name the folder.
     """
     src = source(str(folder))
     adapter = _adapter(src, model, head)
@@ -289,8 +291,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
     An adapter that began as a part of the base (pissa, olora: `adapter.shifted`) is written as the plain LoRA of twice
     the rank that it is together with what was taken from the base: A [a; a0], B [b, -b0], rank and alpha doubled (with
-    rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it, and as `source` does
-    for `path`. An adapter on a quantized base is logged as one that computes something else on another base.
+    rslora alpha times sqrt(2)), which is PEFT's own conversion. ConfigError where PEFT refuses it, as `source` does for
+    `path`, and where the config there no longer fits the model (`read`); nothing is written then. An adapter on a
+    quantized base is logged as one that computes something else on another base.
     """
     adapter, folder = model.adapter, Path(folder)
     if adapter.quantized:
@@ -311,9 +314,9 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
 
 
 def write_plain(folder, model, params, dtype) -> None:
-    """Writes a folder for engines that serve adapters: plain LoRA whose config names every rank and scale, tensors in
-    `dtype`. Each process writes its own; params: arrays that it reaches. A `shifted` adapter is written with twice the
-    rank, as in `write`.
+    """Writes a folder for engines that serve adapters, replacing an existing one: plain LoRA whose config names every
+    rank and scale, tensors in `dtype`. Each process writes its own; params: arrays that it reaches. A `shifted` adapter
+    is written with twice the rank, as in `write`.
 
     Raises ValueError for a decomposed adapter and for modules that train whole.
     """

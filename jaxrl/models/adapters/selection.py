@@ -143,8 +143,8 @@ def selection_of(options) -> Selection:
 
 
 def table(name: str, entries, kind) -> dict:
-    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order. name: of the option in
-    config.lora. kind: int or float.
+    """Returns pattern -> number of "pattern=number" entries (or of a table), in their order; of equal patterns the last
+    number, at the first one's place. name: of the option in config.lora. kind: int or float.
 
     Raises ConfigError for other entries, patterns that are no regular expression, and numbers not above 0.
     """
@@ -200,8 +200,8 @@ def resolved(chosen: Selection, model, strict: bool, head: bool = False) -> Adap
     Of a tied matrix both modules are saved if one is named; without `strict` that is refused.
 
     Raises ConfigError, naming the option, for entries that match nothing and layers beside a pattern (strict), for
-    experts, routers, embeddings and (without `head`) output matrices among the targets, for ranks that are no whole
-    numbers from 1, and if no target is left.
+    experts, routers, a tower's first product, embeddings and (without `head`) output matrices among the targets, for
+    ranks that are no whole numbers from 1, and if no target is left. Without `strict` a malformed pattern is re.error.
     """
     modules = linears(model)
     every = [EMBEDDING, *modules, HEAD]  # what PEFT has adapters for

@@ -79,7 +79,7 @@ class Columns(tensorfile.Stored):
     """A part of a transposed tensor: columns of an expert, as rows.
 
     of: the whole tensor. expert: number of the expert. columns: which of its columns; shape is that of the part,
-    [outputs, inputs].
+    [outputs, inputs], of a bias [outputs].
     """
 
     of: tensorfile.Stored
@@ -87,7 +87,7 @@ class Columns(tensorfile.Stored):
     columns: slice
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Returns the part's values at an index, [outputs, inputs], read from the whole tensor."""
+        """Returns the part's values at an index of its shape, read from the whole tensor."""
         return self.of.read((self.expert, ..., self.columns)).T[index]
 
 

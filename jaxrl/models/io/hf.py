@@ -40,7 +40,8 @@ TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.safetensors")) -> Path:
-    """Returns the local folder of a model: `path` itself, or the hub's snapshot of it (fetched if necessary).
+    """Returns the local folder of a model: `path` itself, or the hub's snapshot of it (fetched if necessary). An empty
+    path is the working directory.
 
     revision: of the hub, None = main. patterns: of the file names that are fetched.
 
@@ -68,10 +69,11 @@ def load_config(path: str, revision: str | None = None, overrides: dict | None =
       path: folder or hub id; empty = `overrides` alone is the config.
       revision: hub revision, None = main.
       overrides: config entries that win; None = none.
-      weights: also look at (and from the hub fetch) the weights' headers, so that an export is exact.
+      weights: also read the weights' headers, so that an export is exact; of a hub id the weights are fetched for it.
       images: of a model with a tower (Family.vision) the tower, too; its vision_config is then the entry IMAGES.
 
-    Raises ConfigError for missing or unreadable files and for architectures that are not supported.
+    Raises ConfigError for a missing config.json, files that are no JSON objects, weights' headers that cannot be read
+    (tensorfile.list_folder), and architectures that are not supported.
     """
     config, source = {}, {}
     if path:
@@ -165,8 +167,9 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
                 then=None):
     """Loads the weights of a folder or hub id as a parameter tree.
 
-    Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time.
-    Stacked arrays are filled by donated writes. Each step is waited for, so that host copies do not pile up.
+    Tensors are mapped, not read whole: each device's slice is copied out, converted and sent, one tensor at a time
+    (one that holds several parameters is read whole for each of them, one in fp8 is dequantized whole). Stacked arrays
+    are filled by donated writes. Each step is waited for, so that host copies do not pile up.
 
     Args:
       model: the Model the weights are for.
@@ -175,8 +178,10 @@ def load_params(model, path: str, revision: str | None = None, shardings=None, d
       dtype: of the result (rows that are `fixed` or `wide`: fp32 or better), or a tree of dtypes as the model's.
       then: (Entry, array) -> what is kept of an array, before the next one is read; None = the array.
 
-    Raises ConfigError if there is no such folder or no safetensors in it, for missing, extra, misshapen and quantized
-    tensors, which it names, and for an output matrix that differs from the embedding it is tied to.
+    Raises ConfigError if there is no such folder or no safetensors in it, for missing, extra and misshapen tensors and
+    those of other dtypes than plain floats, of which it names the first ones, and for an output matrix that differs
+    from the embedding it is tied to. fp8 in blocks and mxfp4 are dequantized (io.scaled). Tensors of parts that the
+    model does not compute (a tower that is not read, layers for further tokens) are no extra ones.
     """
     folder = folder_of(path, revision)
     stored = _listed(folder, model, report=True)
@@ -271,7 +276,7 @@ def _loader(stored, shardings, dtype):
 
 def check_weights(model, path: str, revision: str | None = None) -> None:
     """Raises what `load_params` would raise about a folder's tensors, from the files' headers; only a tied output
-    matrix and its embedding are read, to compare them.
+    matrix and its embedding are read, to compare them. The weights of a hub id are fetched for it.
     """
     folder = folder_of(path, revision)
     _match(model, _listed(folder, model), folder)
@@ -352,7 +357,7 @@ def export(model, params, directory, hf_config: dict, dtype="auto", tokenizer=No
       dtype: "auto" (each tensor as the source stored it; fp32 without a source) or fp64, fp32, fp16, bf16 or long:
         float64. `fixed` and `wide` rows: fp32 or better, unless the source's narrower dtype has their values exactly.
       tokenizer: HF tokenizer to save beside, or None.
-      shard_gb: largest file in GB (1e9 bytes); a larger tensor is alone in one.
+      shard_gb: most tensor data of a file in GB (1e9 bytes); a larger tensor is alone in one.
       eos_ids: token ids that end a completion; those the source did not name are written too.
 
     Raises ConfigError for another dtype (TypeError for a name of none), and ValueError for arrays without an HF tensor:

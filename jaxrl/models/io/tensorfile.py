@@ -43,8 +43,8 @@ class Stored:
     stop: int
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Returns a read-only view of the mapped file, at an index. Raises ConfigError unless the dtype
-        is a plain float.
+        """Returns a read-only view of the mapped file, at an index; of a tensor without numbers a new array. Raises
+        ConfigError unless the dtype is a plain float (DTYPES).
         """
         if self.dtype not in DTYPES:
             raise ConfigError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; only unquantized checkpoints "
@@ -58,8 +58,8 @@ def read_header(file: Path) -> dict[str, Stored]:
     """Reads the header of a safetensors file; returns {name: Stored}.
 
     Raises ConfigError naming the file, and the tensor if it is one's fault, for a file that cannot be opened, is cut
-    short, is no safetensors file, or whose header the safetensors library refuses: tensors cover the data without gaps
-    or overlaps.
+    short, or is no safetensors file: tensors cover the data without gaps or overlaps, and have the bytes of their shape
+    and dtype. A dtype that the format does not know passes here and is refused when the tensor is read.
     """
     try:
         size = file.stat().st_size
@@ -131,9 +131,10 @@ def unique(pairs: list) -> dict:
 def list_folder(folder: Path) -> dict[str, Stored]:
     """Lists all tensors of a model folder; {} if it holds no safetensors.
 
-    As transformers (4 and 5) reads a folder: model.safetensors if it is there, whatever an index beside it names, else
-    the shards that the index names. Raises ConfigError as `read_header` does, for an index that cannot be read, names
-    files that are not in the folder or tensors that no file holds, and for a tensor that two shards hold.
+    As transformers (4 and 5) reads a folder: model.safetensors if it is there, whatever an index beside it names (a
+    warning is logged), else all tensors of the shards that the index names. Raises ConfigError as `read_header` does,
+    for an index that cannot be read, names files that are not in the folder or tensors that no file holds, and for a
+    tensor that two shards hold.
     """
     index = folder / INDEX
     if (folder / SINGLE).is_file():
@@ -193,7 +194,8 @@ class Planned:
 
 
 def write_folder(folder: Path | None, tensors: list[Planned], shard_bytes: float) -> None:
-    """Writes model.safetensors, or shards of at most `shard_bytes` (a larger tensor is alone) with their index.
+    """Writes model.safetensors, or shards of at most `shard_bytes` of tensor data (a larger tensor is alone; the header
+    does not count) with their index. `folder` must exist.
 
     `folder=None` calls every `get` and writes nothing: for the processes of a run that only take part in gathering.
     """

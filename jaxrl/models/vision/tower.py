@@ -28,7 +28,8 @@ from jaxrl.sharding.memory import fetched
 
 
 def see(model, params, images) -> Seen:
-    """Returns what the decoder reads of a batch's images: features [B, F, E] in the compute dtype of each merger.
+    """Returns what the decoder reads of a batch's images: features [B, F, E] of the merger and of each tap, in the
+    compute dtype.
 
     Args:
       model: one whose config has a tower. params: its whole tree.

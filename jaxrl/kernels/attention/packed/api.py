@@ -93,7 +93,8 @@ def work_of(q_shape, kv_shape, dtype, q_positions_BxL, k_positions_BxS, q_segmen
 
     Returns:
       {name: work} of the first implementation that serves these shapes, a pytree of arrays whose leading axes are rows,
-      or devices' own lists; empty where the implementation that will run needs none.
+      or devices' own lists; empty where the implementation that will run needs none, or makes its own (blockwise, by
+      its name, of rows shorter than blockwise.WORTH_IT).
 
     Raises ValueError for an unknown implementation."""
     ids = ids_of(q_positions_BxL, k_positions_BxS, q_segments_BxL, k_segments_BxS, q_prefixes_BxL, q_reach_BxL, window)
