@@ -107,7 +107,8 @@ def word_count(text, N, quantifier):
 def sentence_count(text, N, quantifier):
     """Returns whether the number of sentences compares to N as `quantifier` says ("at least", "at most"); "around"
     allows a difference of 1. Another quantifier is never obeyed. A sentence ends with "." or "?" before white space,
-    not with "!"."""
+    not with "!", nor with the point of `Mr.` (a capital and a small letter) or `e.g.`; white space after the last one
+    counts as a further sentence."""
     sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
     return _compared(len(sentences), N, quantifier, 1)
 
