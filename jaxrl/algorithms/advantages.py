@@ -31,8 +31,9 @@ def register_advantage(name: str):
 
     The function returns one number per trajectory [N] or per token [T]. jaxrl sets it to 0 at tokens outside loss_mask
     and in trajectories without a score, then whitens and clips if algorithm.whiten, advantage_low and advantage_high
-    say so. The decorator returns the function; it raises ValueError if another registered function has the name. Under
-    the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
+    say so. Another shape, and a number at a loss token that is not finite, also in a trajectory without a score, end
+    the run (ConfigError). The decorator returns the function; it raises ValueError if another registered function has
+    the name. Under the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
     """
 
     def register(function):
