@@ -31,8 +31,9 @@ def register_advantage(name: str):
 
     The function returns one number per trajectory [N] or per token [T]. jaxrl sets it to 0 at tokens outside loss_mask
     and in trajectories without a score, then whitens and clips if algorithm.whiten, advantage_low and advantage_high
-    say so. The decorator returns the function; it raises ValueError if another registered function has the name. Under
-    the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
+    say so. Another shape, and a number at a loss token that is not finite, also in a trajectory without a score, end
+    the run (ConfigError). The decorator returns the function; it raises ValueError if another registered function has
+    the name. Under the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
     """
 
     def register(function):
@@ -325,9 +326,9 @@ def shared_prefix_mask(tokens_T, offsets, prompt_lengths_N, groups_N, scores_N, 
     Of two completions to one prompt that begin alike and end with different scores, the common opening is pushed both
     ways: what remains is noise (Cosmos-RL's min_filter_prefix_tokens). A completion loses its longest prefix that it
     shares with any completion of its group whose score differs (by 1e-8 or more), if that has at least `minimum`
-    tokens, counted from the end of the prompt. A completion that another one with a different score begins with loses
-    all its tokens. True on all other tokens, prompts too. Completions without a score (NaN) have advantage 0 and take
-    no part.
+    tokens, counted from the end of the prompt. So a completion of at least `minimum` tokens with which another one of
+    a different score begins loses all its tokens. True on all other tokens, prompts too. Completions without a score
+    (NaN) have advantage 0 and take no part.
 
     Args:
       tokens_T: [T] int ids, prompt then completion of each sequence.

@@ -78,7 +78,7 @@ def token_losses(logp, sampled_logp, advantage, weight, number, low, high, seque
       sampled_logp, advantage: log-probs (nats) under the policy that sampled, and advantages; finite also where the
         loss is cross_entropy, which does not use them (0).
       weight: w, the factor of every loss; 1 where the user gives none.
-      number: int, ApiLoss.number of each token's loss.
+      number: int, ApiLoss.number of each token's loss; the loss is 0 at any other number.
       low, high: bounds of the ratio, of ppo, cispo and gspo; low is beta of dro.
       sequence_gap: mean of logp - sampled_logp over the marked tokens of each token's sequence (`mean_by_sequence`),
         read by gspo; no gradient flows through it.

@@ -63,8 +63,8 @@ def sparse_divergence(logp_K, logq_K, used_K, *, kind: str, beta: float = 0.5, t
         one is True wherever the result counts.
       kind: forward, reverse or jsd; another name is not refused, it is taken for jsd.
       beta: of jsd, in (0, 1).
-      tail: add one outcome for all other tokens (`with_tail`), so that this is a divergence: never negative, 0 where
-        the two are equal. Without it the sum over the K alone, neither renormalised nor clipped.
+      tail: add one outcome for all other tokens (`with_tail`), so that this is a divergence: up to rounding never
+        negative, and 0 where the two are equal. Without it the sum over the K alone, neither renormalised nor clipped.
     """
     counts = used_K
     if tail:

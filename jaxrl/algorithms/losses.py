@@ -5,7 +5,7 @@ of one shape [...], nats, fp32 or better; r = exp(logp - old). sg = stop-gradien
 
 Every policy loss returns (loss, stats): loss is 0 where masked, and finite in value and gradient whatever the inputs
 are there; stats are per-token arrays without gradient, 0 where masked: `ratio`, the r that was used, and `clipped`,
-1 where a bound removed (CISPO, DPPO: changed) the token's gradient."""
+1 where a bound removed (CISPO, TOPR: changed) the token's gradient; dual_clip and delta have a flag of their own."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ def policy_gradient_loss(logp, advantage, mask, *, old=None):
       old: proximal log-probs in nats, for the stats only; None = the current ones.
 
     Returns:
-      (loss, stats): stats["ratio"] is exp(logp - old), 1 without old."""
+      (loss, stats): stats["ratio"] is exp(logp - old), linear above 20 nats, 1 without old and 0 where masked;
+        stats["clipped"] is 0."""
     logp = jnp.where(mask, logp, 0)
     ratio = masked_exp(jnp.zeros_like(logp) if old is None else logp - old, mask)
     return -jnp.where(mask, advantage, 0) * logp, _stats(ratio, mask, jnp.zeros_like(mask))

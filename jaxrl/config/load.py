@@ -97,8 +97,8 @@ def put(cfg, dotted: str, value) -> None:
 
     A text for a list is split at commas (entries stay text), any other single value becomes a list of one, an int for
     a float is converted. Raises ConfigError for an unknown name, naming the nearest known one, and for a value of
-    another type; None passes for any. Whether an option may be None, choices, bounds, the entries of lists and what a
-    free table holds are checked later (resolve.checks).
+    another type; None passes for any, and a bool for an int. Whether an option may be None, choices, bounds, the
+    entries of lists and what a free table holds are checked later (resolve.checks).
     """
     if value == {} and (below := _below(dotted)):
         for name in below:

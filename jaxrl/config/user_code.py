@@ -12,9 +12,9 @@ from pathlib import Path
 def imported(path: str):
     """Returns the object of an import path, package.module:name or ./file.py:name.
 
-    A file is executed once in a process, as a module is; again only after an edit (in a notebook, say), and then its
-    state starts over. Relative files start at the working directory. Raises whatever the import raises, and
-    AttributeError for a name that is not there.
+    A file is executed once in a process, as a module is; again only if it raised, or after an edit (in a notebook,
+    say), and then its state starts over. Relative files start at the working directory. Raises whatever the import
+    raises, and AttributeError for a name that is not there.
     """
     where, _, name = path.rpartition(":")
     if not where.endswith(".py"):

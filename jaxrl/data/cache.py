@@ -49,6 +49,11 @@ class LazyTables(Tables):
       paths: files, as `data.path` names them.
       limit: number of rows to keep, 0 for all.
       read: () -> Tables.
+
+    Attributes:
+      contents: `digests` at construction, before the files are read.
+
+    Raises OSError for a file that cannot be read.
     """
 
     def __init__(self, paths, limit: int, read):

@@ -47,7 +47,7 @@ class Template:
     """Turns a raw prompt (text or chat messages) into the text the model sees, and texts into ids.
 
     With a chat template: the template renders the messages (plain text becomes one user turn; `data.system_prompt`
-    goes first unless the messages have a system turn) and writes its special tokens. Without one:
+    goes first unless the first message is a system message) and writes its special tokens. Without one:
     `data.system_prompt`, a blank line and the text, after the tokenizer's leading special tokens; its trailing
     special tokens are never added. `data.response_prefix` is appended in both cases.
 
@@ -58,6 +58,7 @@ class Template:
     Attributes:
       chat: whether a chat template is in use: the tokenizer has one, and data.chat is not false.
       no_token: id of the token for unknown text; None if the tokenizer has none.
+      tokenizer, prefix, generation_prompt: the tokenizer, data.response_prefix and data.add_generation_prompt.
 
     Raises ConfigError if data.chat=true and the tokenizer has no chat template.
     """

@@ -179,7 +179,9 @@ class Reader:
         not passed to it.
 
     Attributes:
-      images: the job's ImageSource; None reads no images.
+      images: the job's ImageSource; None, until it is set, reads no images.
+      template: the Template that renders prompts. targets: as given.
+      all_turns: whether Row.messages hold a conversation (data.train_turns=all, targets required).
 
     Raises ConfigError if data.answer_pattern is no regex with a group, or data.chat=true lacks a chat template."""
 
@@ -363,6 +365,8 @@ class Dataset:
 
     Attributes:
       name: "train", "heldout" or the name of an eval set or of a source.
+      tables, reader: as given. arrays: ids and lengths by name, see `set_arrays`.
+      content: hash of the rows' content in order, with `hexdigest`; part of `fingerprint`.
       bad_rows: BadRows, the rows that could not be read.
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
         that they exceed (empty from a cache); filtered_rows: their row numbers; filtered_fraction: their share of

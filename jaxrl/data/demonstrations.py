@@ -56,8 +56,10 @@ class Demonstrations:
           row: has `messages`, the whole conversation. prompt: ids of the messages before the first assistant message.
           counts: image tokens of each image after the prompt.
 
-        Raises PromptError for a conversation that cannot be rendered, has no trained token, has two assistant messages
-        with none between them, or with data.assistant_mask=template images."""
+        With data.assistant_mask=template the prompt returned is all that precedes the first trained token.
+
+        Raises PromptError for a conversation that cannot be rendered or has no trained token, with
+        data.assistant_mask=turns for two assistant messages with none between them, and with template for images."""
         renderer = self._renderer(row.tools)
         conversation = row.messages or ()
         own = [message.get("train", True) for message in conversation]
@@ -143,8 +145,8 @@ class CompletionRenderer:
         self.renderer = TurnRenderer(config, tokenizer) if template.chat else None
 
     def __call__(self, row: Row, completion) -> tuple[str, str, list[int]]:
-        """Returns (text before the completion, text up to and including the completion, ids
-        to append). Raises PromptError.
+        """Returns (text before the completion, text up to and including the completion, ids to append); without a chat
+        template ("", the completion, [eos_id]). Raises PromptError.
         """
         if self.renderer is None:
             return "", completion, self.eos

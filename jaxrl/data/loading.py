@@ -128,8 +128,9 @@ def load_eval_sets(config, tokenizer, eos_id: int | None = None, train: Dataset 
                    tools=(), images=None) -> dict[str, Dataset]:
     """Loads the sets of `eval.sets`, then those of `sets`, and 'heldout' if `data.eval_fraction` > 0.
 
-    Rows keep their order. None is dropped or repeated, except as `data.overlong_prompt` and `data.bad_rows` say
-    (counted and reported). Supervised jobs read a set's completion column where it has one.
+    Rows keep their order. None is repeated, and none of the first eval.max_rows is dropped, except as
+    `data.overlong_prompt` and `data.bad_rows` say (counted and reported). Supervised jobs read a set's completion
+    column where it has one; `data.overlong_prompt` decides there of completions that are too long, too.
 
     Args:
       config, tokenizer: of the job.

@@ -26,7 +26,7 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
       records: dicts with prompt (or `asked`, which goes before it), completion, score, finish, answer and
         reward["parts"].
       per_prompt: maximum number of pairs of one prompt.
-      gap: minimum difference (exclusive) between the scores of a pair.
+      gap: minimum difference (exclusive) between the scores of a pair; below 0 a completion may be paired with itself.
       reward: name of the reward that is the score; empty for the run's total score.
 
     Returns:

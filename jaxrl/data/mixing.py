@@ -35,6 +35,7 @@ def shares(weights: Sequence[float]) -> list[int]:
     """Returns the smallest integers in the proportion of the weights; [] if all weights are 0.
 
     If their sum would exceed MOST, they are rounded so that it is MOST: down, and up where the remainder is largest.
+    Then a weight below 1 / MOST of the sum may become 0: its source gives no row.
     """
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
@@ -155,7 +156,7 @@ class Mix:
       limits: total rows each source has to give.
       exhausted: what happens once a source has given them: 'repeat' ignores the limits, 'stop' ends the order where
         the source would be asked for one more, 'others' gives its weight to the other sources and ends the order when
-        all are exhausted.
+        all are exhausted, or when those that are not have no weight at that step.
 
     Attributes:
       end: one past the last position; None for an endless order.

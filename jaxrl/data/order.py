@@ -56,8 +56,9 @@ class Epochs:
     Args:
       rows: number of rows. seed: an integer or several; False keeps the file order.
       difficulty: [rows] numbers, sorts an epoch from low to high; ties stay in the drawn order.
-      keep: () -> [rows] bool, the rows of an epoch; called when the epoch's first row is requested. Started epochs
-        are part of the run's state. None keeps all rows, and the position alone determines the row.
+      keep: () -> [rows] bool, the rows of an epoch; called when the epoch's first row is requested, not for the first
+        epoch, which has all rows. Started epochs are part of the run's state. None keeps all rows, and the position
+        alone determines the row.
 
     Attributes:
       started_epochs: (number, first position, [rows] bool of its rows) of each epoch that is still needed.

@@ -73,7 +73,7 @@ def fit_completion(limits: Limits, prompt: list[int], target, trained) -> list[P
 
     Returns:
       The pieces that have a trained token, in order. [] with data.overlong_completion=filter, if there is no room
-      after the prompt, and if the prompt is too long and may not be cut."""
+      after the prompt, if the prompt is too long and may not be cut, and if no piece has a trained token."""
     room = limits.room(min(len(prompt), limits.prompt))
     if room <= 0 or limits.completion == "filter" or (len(prompt) > limits.prompt and limits.policy != "truncate_left"):
         return []

@@ -40,7 +40,9 @@ class PairReader(Reader):
         self.labels = all(name in LOSSES and LOSSES[name].unpaired for name in self.losses)
 
     def __call__(self, row: dict, where: str = "") -> Row:
-        """Returns the Row of a raw row. Raises PromptError naming the column and the remedy."""
+        """Returns the Row of a raw row; in its columns a label is a bool, a margin a float. With targets='optional' a
+        completion without a label is left out. Raises PromptError naming the column and the remedy, and what Reader
+        raises."""
         data = self.data
         plain, rejected = self._plain(row)
         if is_pair(row, data):
@@ -197,9 +199,10 @@ def pair_prompt(prompt, before: list[dict], name: str, images: bool = False):
 
 
 def shared_text(chosen: str, rejected: str, name: str) -> tuple[str, str, str]:
-    """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the whole words that
-    both begin with. White space after it goes to the completions, as tokenizers expect. Raises PromptError if they do
-    not begin with the same word. name: of the prompt column, for that message.
+    """Splits two texts that begin with the prompt into (prompt, chosen, rejected): the prompt is the words that both
+    begin with, white space after each included; the white space after the last goes to the completions, as tokenizers
+    expect. Raises PromptError if they share no word with the white space after it. name: of the prompt column, for that
+    message.
     """
     end = len(os.path.commonprefix([chosen, rejected]))
     while end and not chosen[end - 1].isspace():

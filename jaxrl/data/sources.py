@@ -223,7 +223,7 @@ def read(paths, bad: BadRows, *, field: str, splits=("train",), subset: str = ""
       paths: one path or several, as data.path names them. bad: counts or raises for rows that cannot be read.
       field: option name for messages.
       splits, subset, revision: for folders and hub ids; "" and None = the default subset and revision.
-      limit: keeps the first rows of the whole; 0 for all.
+      limit: keeps the first rows of the whole that can be read; 0 for all. Sources after these are not opened.
       keep: columns whose binary values are kept.
 
     Raises:
@@ -253,7 +253,7 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
       bad: counts or raises for rows that cannot be read.
       field: argument name for messages; a row's place is "<field>[3]", counted from 0, of a datasets.Dataset
         "<field>:4", counted from 1.
-      limit: keeps the first rows; 0 for all.
+      limit: looks at the first rows alone, those that cannot be used counted; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images. Binary columns of a datasets.Dataset
         that are not among them are dropped with a warning.
 

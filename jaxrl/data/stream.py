@@ -50,11 +50,12 @@ class Curriculum(NamedTuple):
 class Stream:
     """Rows in training order. Position p (an integer >= 0) is row p of an endless sequence of epochs.
 
-    Epoch e is positions [e n, (e + 1) n): each row once, in an order drawn from (seed, e) by Grain's index shuffle.
-    Every position is computed directly, so a cursor alone resumes exactly. Steps run across epoch boundaries.
+    Without a curriculum epoch e is positions [e n, (e + 1) n): each row once, in an order drawn from (seed, e) by
+    Grain's index shuffle. Every position is computed directly, so a cursor alone resumes exactly; with pass rates the
+    state of `pass_rates` belongs to it. Steps run across epoch boundaries.
 
     In a Mixture the positions are shared among its sources by `weights` (mixing.Mix), and each source has its own
-    epochs and order; what position p takes still depends on p alone.
+    epochs and order; without pass rates what position p takes still depends on p alone.
 
     Args:
       dataset: gives the rows.
@@ -71,6 +72,7 @@ class Stream:
       curriculum: order of the rows within an epoch; None = the shuffled order.
 
     Attributes:
+      dataset, per_step: as given. mix: the Mix of a Mixture, else None.
       end: one past the last position; sys.maxsize for never.
       interrupted: () -> whether to stop reading rows; see `take`.
       pass_rates: PassRates if data.pass_rate_min or pass_rate_max drops rows, else None.

@@ -78,7 +78,8 @@ class TurnRenderer:
         """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending
         with the generation prompt.
 
-        No control token comes from a message that is not the assistant's.
+        No control token comes from the content of a message that is not the assistant's; other fields (name) are
+        written as they are.
 
         Args:
           messages: text or chat messages.

@@ -298,8 +298,8 @@ def algorithm_row(config) -> dict[str, tuple]:
 
 
 def here() -> Platform:
-    """Returns the platform of this process's first device. Its dtype is fp32 on CPUs, fp16 on GPUs before compute
-    capability 8, else bf16.
+    """Returns the platform of the run's first device (jax.devices()[0], of any process). Its dtype is fp32 on CPUs,
+    fp16 on GPUs before compute capability 8, else bf16. Starts jax's backend.
     """
     import jax
 

@@ -65,7 +65,8 @@ def math_reward(prompt, completion, answer):
     of variables; up to three small consonants (`xy`) are a product, and `pi` and the like are names. Two numbers
     must also agree within a relative 1e-5: math-verify (0.9.0) compares six decimals, which makes small numbers
     equal. An answer in which math-verify finds no mathematics is compared as `boxed` does. A completion that takes more
-    than LIMIT seconds of processor time scores 0.0; at most MAX_CHARS_READ characters of it are read."""
+    than LIMIT seconds of processor time scores 0.0; math-verify reads at most MAX_CHARS_READ characters of it. Raises
+    what math-verify raises for the answer."""
     if answer is None:
         return None
     answer = str(answer)
@@ -93,10 +94,12 @@ class _Limit:
 
 @contextlib.contextmanager
 def time_limited():
-    """Ends the block on any error and after LIMIT seconds of processor time in the main thread.
+    """Ends the block on any Exception, and in the main thread after LIMIT seconds of user-mode processor time of the
+    process, all threads counted.
 
     The code after the block then returns the score of a wrong completion, `limit.score` (0.0). In other threads, and
-    where SIGVTALRM does not exist, time is not limited. Errors do not leave the block.
+    where SIGVTALRM does not exist, time is not limited. No Exception leaves the block; KeyboardInterrupt and SystemExit
+    do.
     """
     timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
@@ -227,8 +230,8 @@ def exact_reward(prompt, completion, answer):
 
 @register_reward("boxed")
 def boxed_reward(prompt, completion, answer):
-    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (without white space, $ and the commas of 1,000) or
-    as a number (18 = 18.0 = 36/2), else 0.0, also without a box.
+    r"""Scores 1.0 if the last \boxed{...} equals `answer`, as text (without white space, also LaTeX's `\,` and the
+    like, $ and the commas of 1,000) or as a number (18 = 18.0 = 36/2; at most 60 digits), else 0.0, also without a box.
 
     None, which counts as absent, for a row without an answer."""
     if answer is None:

@@ -65,15 +65,17 @@ def _prepare(fn) -> None:
 class Call:
     """A reward function with its calling convention, read from its signature.
 
-    Prompt and completion are passed by name if the signature has `completion(s)`, else as the first two positional
-    arguments. Columns are passed by name: all of them to `**columns`, else only named ones. EXTRAS and SHARED are
-    passed only to functions that name them. Its arguments in reward.arguments go before all of these.
+    If the signature has `completion(s)` and no positional-only parameter, the completion is passed by name, and the
+    prompt, too, if it has `prompt(s)` or `**columns`. Otherwise both are the first two positional arguments. Columns
+    are passed by name: all of them to `**columns`, else only named ones. EXTRAS and SHARED are passed only to
+    functions that name them. Its arguments in reward.arguments go before all of these.
 
     Args:
       spec: of the function, as `load_function` takes it. name: for messages and reward.arguments.
       setup: the worker's first message.
 
     Attributes:
+      fn, name: the function, and its name as given.
       batched: a parameter is named `completions`.
       asynchronous: it is a coroutine function.
       size: completions per call of a batched function, 0 for all.

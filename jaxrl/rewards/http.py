@@ -54,6 +54,7 @@ class Service:
       place: {urls: addresses of the servers, key_env: environment variable with the secret, "" = none}.
 
     Attributes:
+      o, urls: the options, and the addresses without a slash at their end.
       seconds: after which the parent kills the worker: deadline_seconds and GRACE_SECONDS.
     """
 

@@ -57,7 +57,8 @@ def keywords(text, keyword_list):
 
 @check("verify_keyword_frequency")
 def keyword_frequency(text, word, N):
-    """Returns whether a word occurs exactly N times, as IFEval counts: whole words, case aside.
+    """Returns whether a word occurs exactly N times, as IFEval counts: whole words, case aside. A word that begins or
+    ends with a sign, such as `c++`, is counted only where a letter, digit or _ touches the sign.
 
     (ROLL's counts all words of the text, whatever `word` is.)"""
     return len(re.findall(rf"\b{re.escape(str(word).lower())}\b", text.lower())) == N
@@ -107,7 +108,8 @@ def word_count(text, N, quantifier):
 def sentence_count(text, N, quantifier):
     """Returns whether the number of sentences compares to N as `quantifier` says ("at least", "at most"); "around"
     allows a difference of 1. Another quantifier is never obeyed. A sentence ends with "." or "?" before white space,
-    not with "!"."""
+    not with "!", nor with the point of `Mr.` (a capital and a small letter) or `e.g.`; white space after the last one
+    counts as a further sentence."""
     sentences = re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?])\s", text)
     return _compared(len(sentences), N, quantifier, 1)
 

@@ -61,7 +61,9 @@ def from_json(files: list[str], sizes: list) -> list[RowImage]:
 
 def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
     """Returns the last `count` numbers that stand together in a text, divided by commas, spaces or brackets: `[1, 2, 3,
-    4]`, `(1,2),(3,4)`, `37 62`; None without such. The last 4096 characters are read.
+    4]`, `(1,2),(3,4)`, `37 62`; None without such. A longer row of numbers is cut into groups of `count` from its
+    start, of which the last whole one counts: `2 [3, 4]` gives 2 and 3. The last 4096 characters are read; a number has
+    at most 7 digits before and 6 after its point.
     """
     between = r"[\s,()\[\]]+"
     found = re.findall(rf"(?<![\w.-]){between.join([f'({NUMBER})'] * count)}(?![\w]|\.\d)", text[-4096:])

@@ -56,7 +56,7 @@ class RewardResult:
         row), "nan", "timeout" or "error: ...".
       item_metrics: per completion {name: {metric: value}}.
       metrics: means and shares over the step (`reward_metrics`), without times.
-      by: RewardPool.key(), a digest of the code and options that decided the scores.
+      by: RewardPool.key(), a digest of the code and options that decided the scores; "" if no function applied.
     """
 
     total: np.ndarray

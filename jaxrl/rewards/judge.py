@@ -2,8 +2,8 @@
 
 Against prompt injection, the completion stands between two lines with a number that the policy cannot know: a digest of
 the whole request, completion included. Text that looks like a control token of a chat template (<|im_end|>, </s>,
-[INST]) is split, so that no tokenizer reads it as one. The temperature is 0. Replies are cached on disk by a digest of
-the whole request, so each request is sent once.
+[INST]) is split, so that no tokenizer reads it as one. The temperature is 0 unless reward.judge.extra has another.
+Replies with a score are cached on disk by a digest of the whole request, so an equal one is not sent again.
 """
 
 from __future__ import annotations

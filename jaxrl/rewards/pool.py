@@ -136,7 +136,8 @@ class RewardPool:
               stop: Callable[[], bool] = lambda: False) -> RewardResult | None:
         """Scores items. Results are in the order of the items, whichever finishes first.
 
-        One call at a time uses the workers; a call whose items are all recorded needs none.
+        One call at a time uses the workers. A call whose items are all recorded gives them nothing to do, and waits
+        only until the first one has been ready, for the key.
 
         Args:
           items: completions.
@@ -144,7 +145,7 @@ class RewardPool:
             called again and their outcome is reused, including a timeout. A record whose `by` is another key
             comes from other code, which is not checked here.
           part: the items are part of a step's completions; reward.max_failed_fraction is not applied yet.
-          stop: checked about twice a second.
+          stop: checked about twice a second, from when the first worker is ready and no other call is under way.
 
         Returns:
           The result, or None if `stop()` became true before the end; the workers' unfinished work is then discarded.
@@ -207,8 +208,8 @@ class RewardPool:
                 raise ConfigError(self._trial_text(lines))
 
     def agreements(self) -> list[Agreement]:
-        """Returns the agreement of each judge with its labelled rows (reward.judge.labelled),
-        to show before training.
+        """Returns the agreement of each judge that the pool uses with its labelled rows (reward.judge.labelled), if it
+        has any, to show before training.
 
         Raises:
           ConfigError: the rows cannot be read, or a judge agrees with fewer than its min_agreement.

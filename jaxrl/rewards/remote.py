@@ -24,7 +24,8 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class Remote(Service):
-    """A batched reward of a service that reads text; scores prompts, completions and the columns of `columns`.
+    """A batched reward of a service that reads text; scores prompts, completions and the columns of the option
+    `columns`. A column that no row of the batch has is not sent, without an error.
 
     Args:
       o: the service's options (see services.service_options); they decide scores.
@@ -229,7 +230,8 @@ class Classifier(Remote):
     async def check_tokens(self, client, budget: Budget, url: str, items) -> None:
         """Checks, until it has passed once, that the server decodes the ids of one completion to a text that holds it.
         Raises ServiceError otherwise, with cause `tokenizer`, since scores of other words would look valid, and the
-        ServiceError of a request that a retry might mend. A server that cannot decode passes.
+        ServiceError of a request that a retry might mend. A server that cannot decode passes; of several servers only
+        the one at `url` is asked.
 
         client: of Service.client. budget: time left. url: of the scoring request; /detokenize beside it is asked.
         items: dicts with `completion` and `ids`, of which four readable ones at most are tried; one that fits is

@@ -37,7 +37,8 @@ PROGRESS_SECONDS = 30.0      # interval of progress messages for slow rewards
 
 
 class RewardFailure(RunStopped):
-    """Too many rewards of a step failed. The message names the functions, the first errors and the remedy."""
+    """The rewards of a step cannot be had: too many failed, a batched function returned another number of scores than
+    it had completions, or a worker cannot start again. The message names the functions, or the worker's error."""
 
 
 @dataclasses.dataclass
@@ -84,6 +85,7 @@ class Workers:
       kinds: per function, `calling.Call.traits` and the digest of its code; [] before the first worker is ready.
       sources: digest of all functions' code; key: digest of this and of `decides`. Both "" before the first worker is
         ready.
+      printed: PrintedOutput, what the functions wrote to standard output and error.
     """
 
     def __init__(self, reward, specs: list[str], names: list[str], setup: dict, decides: dict, env: dict):
@@ -132,14 +134,14 @@ class Workers:
           jobs: (item, function) pairs.
           results: (item, function) -> {value, outcome, metrics}; holds the results known before.
           most_failed: ends early, with True, if more items have a failed part.
-          stop: checked about twice a second.
+          stop: checked about twice a second, once a worker is ready.
 
         Returns:
           False if `stop()` became true before the end.
 
         Raises:
           ConfigError, RunStopped: workers cannot work. RewardFailure: a batched function did not return one score per
-            item. RuntimeError: the workers are closed.
+            item. Later calls raise the same. RuntimeError: the workers are closed.
         """
         if jobs and not self.kinds:
             self.ready(1)

@@ -60,7 +60,8 @@ def with_own_pictures(traj, examples):
 def controlled(config, name: str, batch: list) -> dict[str, list]:
     """Returns {"": the rows, "/<control>": those of each of eval.controls that has any}.
 
-    config: of the job. batch: [(position, Example)] of the held-out set `name`. Warns of a control that has no rows.
+    config: a Spec. batch: [(position, Example)] of the held-out set `name`. Warns of a control that has no rows; raises
+    KeyError for one that is not in CONTROLS.
     """
     out = {"": batch}
     for control in config.eval.controls:

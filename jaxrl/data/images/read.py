@@ -55,8 +55,9 @@ class Image:
 
     @property
     def content(self) -> str:
-        """Hash (32 hex digits) of what the image shows: of its bytes or pixels and the number of its frame; of a file,
-        of its size and the first and last EDGE bytes in place of all."""
+        """Hash (32 hex digits) of what the image shows: of its bytes or pixel values (neither shape nor palette) and
+        the number of its frame; of a file, of its size and the first and last EDGE bytes in place of all. Raises
+        OSError for a file that cannot be read."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 held = file.read(EDGE)
@@ -193,7 +194,7 @@ def split_prompt(prompt: str | list, column: list[Image], marker: str, root: Pat
     Args:
       prompt: text or chat messages.
       column: images of the row's column, unread.
-      marker: text that stands for an image.
+      marker: text that stands for an image; "" = none does.
       root: folder that paths are relative to and must lie in; None refuses paths.
       videos: videos of the row's column, unread.
       video_of: (value of a part, root, the part) -> a video; None = the model reads no videos.

@@ -62,6 +62,8 @@ class ImageSource:
 
     Attributes:
       used: whether a row with images was read. videos: whether one with a video was.
+      rule: the resize.Rule. sampling: the video.Sampling, None if the family reads no videos. tokens: what the family
+        writes for an image.
       frames: that a patch holds: 1 in a job without videos.
       merge: patches per side of an image token. width: numbers of a patch. mean, std: of its pixels.
       window: image tokens per side of the tower's windows, 0 = it has none; two_way: whether the tokens of an image see
@@ -127,8 +129,9 @@ class ImageSource:
         """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image
         and video parts where a message has an image or a video; the prompt as it is where there is none.
 
-        where: place of the row, "file:line", to whose folder paths are relative without data.image_root. Raises
-        PromptError for what cannot be used, ConfigError where the options do not allow images.
+        where: place of the row, "file:line", to whose folder paths are relative without data.image_root; those of a
+        list of rows from Python, "data[3]", to the working directory. Raises PromptError for what cannot be used,
+        ConfigError where the options do not allow images.
         """
         if not isinstance(prompt, str | list):
             return prompt, []
@@ -408,7 +411,7 @@ class ImageSource:
         return picture
 
     def close(self) -> None:
-        """Stops the threads."""
+        """Stops the threads, as Store.close."""
         self._store.close()
 
 

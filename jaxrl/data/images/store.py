@@ -74,5 +74,6 @@ class Store:
                     self._bytes -= future.result().patches.nbytes
 
     def close(self) -> None:
-        """Stops the threads; pictures that nobody waits for are not made."""
+        """Stops the threads, once the pictures under way are made. Those not begun are not made: whoever waits for one
+        gets a CancelledError. `get` and `ask` of a missing picture raise RuntimeError afterwards."""
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -105,8 +105,9 @@ def _source(cfg, name, source):
 def entry(name, opt, value):
     """Returns the problems of an entry of a source or an adapter that is an option: its kind, choices and bound.
 
-    Lists must be texts, or one text; their choices, and what a table holds, are not looked at. name: of the entry, for
-    the text. opt: the Option that the entry replaces.
+    Lists must be texts, or one text; their choices, and what a table holds, are not looked at. NaN and infinities are
+    refused by a bound that they break, not by themselves. name: of the entry, for the text. opt: the Option that the
+    entry replaces.
     """
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value

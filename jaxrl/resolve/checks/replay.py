@@ -76,7 +76,8 @@ def forks(cfg) -> list[str]:
 
 
 def replays(cfg) -> list[str]:
-    """Returns every problem of replays, of forks and of certify.accept: field, value, remedy."""
+    """Returns the problems of replays, of forks and of certify.accept: field, value, remedy. Of replay.steps and of
+    replay.try it is the first one each."""
     out = [f"certify.accept={cfg.certify.accept}: {name!r} is no claim; choose of {', '.join(CLAIMS)}"
            for name in cfg.certify.accept if name not in CLAIMS]
     out += forks(cfg)
