@@ -52,7 +52,8 @@ class Server:
 
     @property
     def broken(self) -> bool:
-        """Whether the connection failed, so that the server must be restarted."""
+        """Whether the connection failed for good, so that the server must be opened again: its process ended or broke
+        the protocol; over HTTP, where each message connects anew, whether it lost the session."""
         return self._wire.fault is not None
 
     async def open(self) -> Server:

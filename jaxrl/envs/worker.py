@@ -98,7 +98,7 @@ class GlobalRandom:
         self._seed, self._python, self._numpy = seed, None, None
 
     def enter(self) -> None:
-        """Restores the episode's random state."""
+        """Restores the episode's random state; seeds it the first time, numpy's once numpy is imported."""
         if self._python is None:
             random.seed(self._seed)
         else:
@@ -135,6 +135,8 @@ class Attempt:
       gone: whether the trainer cancelled it.
       stopping: whether it is being ended, for `gone` or `late`.
       cancelled: time at which its task was cancelled; 0 = not yet, -1 = reported as hung.
+      phase: what its code is doing, for messages; runners set it. chat: set by the server.
+      waiting: future of the model's turn, None while there is none.
     """
 
     chat: Any  # the server sets it

@@ -56,14 +56,15 @@ def _load_file(path: str):
 
 def number(value) -> float | None:
     """Returns a number of any type as a float, array scalars and arrays of shape [] or [1] included, else None. A bool
-    is a number."""
+    is a number. Raises OverflowError for an integer beyond the range of floats."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
         value = value.item()
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def safe_str(value) -> str:
-    """Returns str(value), or "" if that fails (integers with too many digits, lists nested too deeply)."""
+    """Returns str(value) as `printable` writes it, or "" if that fails (integers with too many digits, lists nested too
+    deeply)."""
     try:
         return printable(str(value))
     except Exception:
