@@ -117,8 +117,8 @@ class Observation:
     """What an environment shows.
 
     Attributes:
-      text: text (a user's message), messages, or parts of a user's message: {"type": "text", "text": ...} and
-        {"type": "image", "image": ...}, see envs/pictures.py for what an image may be.
+      text: text (a user's message), a message or several, or parts of a user's message: {"type": "text", "text": ...}
+        and {"type": "image", "image": ...}, see envs/pictures.py for what an image may be.
       state: name of the state in which the next turn is decided, for advantages that compare equal
         states; "" for none.
       tools: functions or schemas; None keeps the present ones.
