@@ -21,7 +21,8 @@ def join_results(request: Request, parts: list[Result], turns, finish: str, outc
       parts: Result of each turn; [] gives empty arrays. turns: Turn of each.
       finish, outcome: of the episode.
 
-    `support` is None if no turn has one, `routes` if one lacks it; those of a turn are what it added and sampled."""
+    `support` is None if no turn has one, `routes` if one lacks them; they cover what each turn added and
+    sampled."""
     blank = {"tokens": np.int32, "logprobs": np.float32, "log_kept_mass": np.float32, "versions": np.int32}
     columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
                for name, dtype in blank.items()}

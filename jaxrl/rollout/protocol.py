@@ -125,7 +125,7 @@ class Request:
     id: str
     prompt: np.ndarray  # [P] int32
     sampling: SamplingParams = SamplingParams()
-    seed: int = 0       # uint32; token i of the completion uses random bits of (seed, i) only
+    seed: int = 0       # uint32; the embedded sampler draws token i of the completion by bits of (seed, i) alone
     group: int = 0      # for the caller's book-keeping, as are the key and the task
     key: Key = Key("", 0, 0, 0)
     task: Any = None    # the Example of the row: what an episode is about
@@ -293,7 +293,7 @@ class Health:
     version: int = -1  # of the published weights; -1 = none yet
     waiting: int = 0   # requests not started
     running: int = 0   # requests started
-    compiled: int = 0  # programs of this process so far
+    compiled: int = 0  # programs of the embedded sampler's shapes that this process has compiled so far
     parked: int = 0    # conversations whose keys and values stay for a next request
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 

@@ -427,7 +427,7 @@ def _kept_features(worker) -> int:
 
 def machine() -> str:
     """Returns the boot id and the device of /dev/shm, or else the host name. Processes with the same value share
-    memory."""
+    memory; those with the same host name are taken to."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"

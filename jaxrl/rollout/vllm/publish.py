@@ -358,7 +358,8 @@ class Publisher:
 
     @property
     def quantized(self) -> bool:
-        """Whether a server computes with other weights or cache than it was given; known after the first publish."""
+        """Whether a server computes with other weights or cache than it was given; known after the first publish. A
+        server without the plugin does not tell, and counts as one that does not."""
         return any(self._is_quantized(i) for infos in self.fleet.infos.values() for i in infos)
 
     def _is_quantized(self, info: dict) -> bool:

@@ -39,7 +39,7 @@ CONNECTIONS = 1024  # of workers that fetch weights over HTTP
 
 
 def digest(array: np.ndarray) -> str:
-    """Returns the SHA-256 of an array's bytes in C order."""
+    """Returns the SHA-256, in hex, of an array's bytes in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
