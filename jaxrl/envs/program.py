@@ -217,9 +217,11 @@ class ProgramProcess:
     """A program with its child processes. On Linux a supervisor process kills whatever is left.
 
     Args:
-      words: the command. folder: where it runs. task: an api.Task. memory: its limit in bytes. url, key: of the proxy.
+      words: the command. folder: where it runs. task: an api.Task. memory: its limit in bytes, 0 = none. url, key: of
+        the proxy.
 
     Attributes:
+      ended: future that is done once it has ended; from `start` on.
       status: its exit status, once `end` has returned. printed: (stdout, stderr), the last MiB of each."""
 
     ended: asyncio.Future  # once it was started

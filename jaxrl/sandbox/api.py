@@ -48,7 +48,7 @@ def run(argv: list[str], stdin: str | bytes = "", files: Mapping[str, str | byte
       limits: seconds, cpu_seconds, memory_mb, disk_mb, output_bytes, processes; override the config's.
 
     Returns:
-      The RunResult.
+      The RunResult; of a program that does not exist, one with a status above 0 and the reason in stderr.
 
     Raises:
       SandboxError: the sandbox failed, or does not isolate programs (see `probe`). Not the program's fault.

@@ -81,7 +81,8 @@ class OwnServers:
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
 
     def look(self, i: int, control: adapter.Control, seconds: float) -> str:
-        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice.
+        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice
+        in a row.
 
         i: number of the server. control: its client. seconds: to wait for a reply."""
         process, setup = self.processes[i], self.config.rollout.vllm.setup_seconds
