@@ -222,7 +222,10 @@ def _refusal(message: dict) -> dict | None:
 class Stdio:
     """Connection to an MCP server process, one message per line. On Linux no child process outlives it.
 
-    command: its command line, split as a shell does."""
+    command: its command line, split as a shell does.
+
+    Attributes:
+      fault: why the connection is broken, for good; None while it is not."""
 
     version = VERSION
 
@@ -309,7 +312,11 @@ class Http:
 
     With a session if the server has them.
 
-    url: the server's endpoint."""
+    url: the server's endpoint.
+
+    Attributes:
+      fault: that the session was lost; None until then. version: of the protocol, which later messages name; `Server`
+        sets it."""
 
     def __init__(self, url: str):
         self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None

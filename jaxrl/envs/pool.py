@@ -168,6 +168,7 @@ class EpisodePool:
 
     Attributes:
       tools: JSON schemas of env.tools, [] before `ready()`.
+      env, python, memory_gb, variables, setup (JSON), printed: what a worker is started with. launch: pool -> process.
 
     Raises:
       ConfigError: what can be detected without a worker.

@@ -9,8 +9,7 @@ Protocol (one JSON value per line; n numbers an attempt at an episode, seat is i
 Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time;
 plain methods of classes and plain tools run on the loop, also one at a time; the plain code of each episode has its own
 random state. With env.threads it runs concurrently in threads. Shared memory holds which code runs since when; the
-pool kills what hangs.
-"""
+pool kills what hangs."""
 
 from __future__ import annotations
 
@@ -280,7 +279,8 @@ class Attempt:
 
 
 class BlockingAttempt(Attempt):
-    """An attempt at a plain function's episode, in a thread of its own; awaiting blocks it."""
+    """An attempt at a plain function's episode, in a thread of its own; awaiting blocks it. replies: queue of the
+    model's turns, None if the trainer cancelled it."""
 
     def __init__(self, *args):
         super().__init__(*args)
