@@ -20,7 +20,7 @@ def load_runner(setup: dict) -> EpisodeRunner:
     """Returns the EpisodeRunner that a worker's setup names, after calling a class's static method `prepare`.
 
     setup: the pool's first message. Raises LoadError if user code cannot be loaded, has the wrong signature or does not
-    take env.options, and if a library, program or server is missing."""
+    take env.options, and if a library, program or server is missing; what `prepare` raises is passed on."""
     if setup["tools"] or setup["mcp"]:
         return ToolRunner(setup)
     if setup["program"]:

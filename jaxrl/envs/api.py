@@ -32,7 +32,8 @@ class MissingColumn(KeyError):
 
 
 class Row(dict):
-    """A row's columns. Reading a missing one raises MissingColumn, which lists the existing ones."""
+    """A row's columns. row[name] of a missing one raises MissingColumn, which lists the existing ones; `get` returns
+    None as of any dict."""
 
     def __missing__(self, name):
         raise MissingColumn(f"the row has no column {name!r}; it has: {', '.join(map(str, self)) or 'none'}")
@@ -45,7 +46,8 @@ class Task:
     Attributes:
       row: columns of the data row.
       prompt: text or messages, as in the data.
-      seed: seed of everything random in the environment; equal for all completions of a prompt group and for retries.
+      seed: a uint32 for everything random in the environment; equal for all completions of a prompt group and for
+        retries.
       user: config.user.
     """
 
@@ -76,8 +78,8 @@ class Turn:
       text: the completion without thinking and calls.
       thinking: the thinking.
       calls: tool calls, in order.
-      finish: "stop", or "length" if it was cut. A turn with "length", no text and no calls means that turns or tokens
-        are used up.
+      finish: "stop", or "length" if it was cut. The turn that says that turns or tokens are used up has "length" and
+        neither thinking, text nor calls; one that was cut before its text began has thinking alone.
     """
 
     text: str
@@ -115,8 +117,8 @@ class Observation:
     """What an environment shows.
 
     Attributes:
-      text: text (a user's message), messages, or parts of a user's message: {"type": "text", "text": ...} and
-        {"type": "image", "image": ...}, see envs/pictures.py for what an image may be.
+      text: text (a user's message), a message or several, or parts of a user's message: {"type": "text", "text": ...}
+        and {"type": "image", "image": ...}, see envs/pictures.py for what an image may be.
       state: name of the state in which the next turn is decided, for advantages that compare equal
         states; "" for none.
       tools: functions or schemas; None keeps the present ones.

@@ -43,8 +43,8 @@ def calculate(expression: str) -> str:
 
 
 async def calc(task, chat) -> float:
-    """Runs the episode `calc`: a sum, with `calculate` as a tool. Returns 1 if the last turn's text is the row's
-    `answer`, but for white space around it, else 0."""
+    """Runs the episode `calc`: a sum, with `calculate` as a tool. Returns 1 if the last turn's text, without white
+    space around it, is the row's `answer`, else 0."""
     return await _score_with_tool(task, chat, calculate)
 
 

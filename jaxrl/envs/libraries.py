@@ -93,7 +93,8 @@ class Gym:
         return f"{says}\n\n{self._observation_text(seen)}"
 
     def step(self, action):
-        """Takes the last action in the model's text; returns a Step, done if gymnasium says terminated or truncated.
+        """Takes the last action in the model's text (an action of kind Text: the whole text); returns a Step, done if
+        gymnasium says terminated or truncated.
 
         A text without an action takes no step: it gets the text INVALID, reward 0, and is counted in the note
         `invalid`."""

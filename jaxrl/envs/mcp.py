@@ -52,7 +52,8 @@ class Server:
 
     @property
     def broken(self) -> bool:
-        """Whether the connection failed, so that the server must be restarted."""
+        """Whether the connection failed for good, so that the server must be opened again: its process ended or broke
+        the protocol; over HTTP, where each message connects anew, whether it lost the session."""
         return self._wire.fault is not None
 
     async def open(self) -> Server:
@@ -221,7 +222,10 @@ def _refusal(message: dict) -> dict | None:
 class Stdio:
     """Connection to an MCP server process, one message per line. On Linux no child process outlives it.
 
-    command: its command line, split as a shell does."""
+    command: its command line, split as a shell does.
+
+    Attributes:
+      fault: why the connection is broken, for good; None while it is not."""
 
     version = VERSION
 
@@ -308,7 +312,11 @@ class Http:
 
     With a session if the server has them.
 
-    url: the server's endpoint."""
+    url: the server's endpoint.
+
+    Attributes:
+      fault: that the session was lost; None until then. version: of the protocol, which later messages name; `Server`
+        sets it."""
 
     def __init__(self, url: str):
         self._url, self._session, self.version, self.fault = urlsplit(url), "", "", None

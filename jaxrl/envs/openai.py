@@ -43,7 +43,9 @@ class ChatRequest:
     """A parsed request.
 
     Attributes:
-      messages: see `_message`.
+      messages: {"role", "content"} each, as `_message` normalizes them: a tool's reply also has `name` and
+        `tool_call_id`, the model's turn `tool_calls`, if any, with arguments as objects. A content is text, or a list
+        of parts where one is an image.
       tools: JSON schemas.
       max_tokens: 0 for no limit of its own.
       usage: whether a stream ends with token counts.

@@ -85,7 +85,7 @@ class OpenEnv:
         """Opens a session with seed modulo 2^31 and the row's columns of option `reset`; returns the first Observation.
 
         Raises BadEnvironment if no server has a free session within `patience`, if the connection or the protocol
-        breaks, and if the episode is over before its first action."""
+        breaks, and if the episode is over before its first action; MissingColumn for a column that the row lacks."""
         data = {"seed": seed % 2**31} | {name: row[name] for name in self._options.get("reset", ())}
         reply = await self._open({"type": "reset", "data": data})
         if reply["done"]:

@@ -71,8 +71,8 @@ def _plain(call: Call) -> Call:
 
 
 def argument_types(tools) -> dict[str, dict[str, str]]:
-    """Returns tool name -> argument name -> JSON type ("" = the schema names none), from JSON schemas ({"type":
-    "function", "function": {...}} or bare).
+    """Returns tool name -> argument name -> JSON type, a text or a list of texts as the schema has it ("" = it names
+    none), from JSON schemas ({"type": "function", "function": {...}} or bare). tools: None = none.
     """
     out = {}
     for tool in tools or ():

@@ -56,7 +56,8 @@ def as_text(value, where: str):
 
     value: see the module; also a dict with one of these under "bytes", "path" or "url". where: named in errors.
 
-    Raises BadEnvironment for what cannot be read as an image."""
+    Raises BadEnvironment for what cannot be read as an image, and what Pillow raises for a picture that it cannot write
+    (OSError where its file is cut off)."""
     if isinstance(value, dict):
         value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
     if isinstance(value, os.PathLike):
@@ -99,7 +100,8 @@ def result_content(name: str, value) -> str | list:
     """Returns a tool's result as the content of a message: parts where it is an image, a part with one, or a list of
     parts, images and texts with one; else text (`result_text`). Images are not converted (see `content_of`).
 
-    name: of the tool. Raises BadEnvironment for a value without an image that JSON cannot hold.
+    name: of the tool. Raises BadEnvironment for a value of no such form that JSON cannot hold, such as a list of an
+    image and a number.
     """
     if is_image(value):
         value = [{"type": "image", "image": value}]

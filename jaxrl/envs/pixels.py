@@ -68,7 +68,8 @@ def draw_scene(scene: list, side: int, ground: int, clicks=()) -> bytes:
     """Returns shapes on a grey ground, and crosses where somebody clicked, as a PNG file.
 
     Args:
-      scene: [x, y, half, colour, shape] of each, in pixels. side: of the picture. ground: its grey.
+      scene: [x, y, half, colour, shape] of each, in pixels, with names of COLOURS and SHAPES. side: of the picture, in
+        pixels. ground: its grey, 0..255.
       clicks: (x, y) in pixels.
     """
     canvas = Canvas(side, side, (ground, ground, ground))

@@ -98,7 +98,13 @@ def remote_process(pool: EpisodePool):
 class Worker:
     """A worker process and the episodes it runs.
 
-    pool: whose worker it is; starts the process."""
+    pool: whose worker it is; starts the process.
+
+    Attributes:
+      seats: table of start times. into, out_of: descriptors to and from the worker.
+      ready: whether it has said so. deadline: time.monotonic() until which it has to.
+      unsent, partial_line: bytes not yet sent; of a line that has not arrived whole.
+      free: heap of free seats. episodes: number -> Episode. The pool changes these two and `ready`."""
 
     def __init__(self, pool: EpisodePool):
         self.process = pool.launch(pool)
@@ -162,6 +168,7 @@ class EpisodePool:
 
     Attributes:
       tools: JSON schemas of env.tools, [] before `ready()`.
+      env, python, memory_gb, variables, setup (JSON), printed: what a worker is started with. launch: pool -> process.
 
     Raises:
       ConfigError: what can be detected without a worker.

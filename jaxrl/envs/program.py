@@ -41,7 +41,8 @@ class ProgramResult:
     """A finished program, as `env.score(task, ran)` receives it.
 
     Attributes:
-      exit: its status, negative for a signal.
+      exit: its status, negative for a signal; supervisor.TOO_LARGE if it used more than env.memory_gb, 0 if it was
+        ended because it kept calling after turns or tokens were used up (both on Linux).
       stdout, stderr: text, the last MiB of each.
       messages: the conversation up to its last trained call and the reply to it.
       folder: its working folder.
@@ -136,7 +137,8 @@ class ProgramRunner(EpisodeRunner):
         tokens were used up and the episode must have a score, else None.
 
         Raises BadEnvironment if the program fails while turns and tokens are left (unless env.crash=scored), if
-        reward.json is not JSON, and if the program ends by itself without a score that the episode must have."""
+        reward.json is not JSON, and if the program ends by itself without a score that the episode must have.
+        MissingColumn for a {column} of its arguments that the row lacks."""
         words = [FIELD.sub(lambda m: _field(m[1], task), word) for word in self._words]
         folder = Path(tempfile.mkdtemp(prefix="jaxrl_episode_"))
         try:
@@ -215,9 +217,11 @@ class ProgramProcess:
     """A program with its child processes. On Linux a supervisor process kills whatever is left.
 
     Args:
-      words: the command. folder: where it runs. task: an api.Task. memory: its limit in bytes. url, key: of the proxy.
+      words: the command. folder: where it runs. task: an api.Task. memory: its limit in bytes, 0 = none. url, key: of
+        the proxy.
 
     Attributes:
+      ended: future that is done once it has ended; from `start` on.
       status: its exit status, once `end` has returned. printed: (stdout, stderr), the last MiB of each."""
 
     ended: asyncio.Future  # once it was started

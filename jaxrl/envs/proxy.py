@@ -80,7 +80,8 @@ class Proxy:
         self._serving: asyncio.Task | None = None
 
     def url(self) -> str:
-        """Returns the base URL of the API on this host; starts the server at the first call."""
+        """Returns the base URL of the API on this host; starts the server at the first call, in the running event loop.
+        """
         if self._server is None:
             self._server = Server("127.0.0.1", 0, self._answer, self._admit, longest_body=LONGEST_BODY,
                                   connections=CONNECTIONS, refuse=_refusal)

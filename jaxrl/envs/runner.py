@@ -12,6 +12,7 @@ class EpisodeRunner:
 
     Attributes:
       run: (task, chat, running) -> the episode's result; a coroutine unless `blocking`.
+      blocking: whether `run` is a plain function: it gets a thread and a BlockingChat.
       name: the episode's first phase, for messages.
       tools: JSON schemas.
       functions, files: the code it consists of.

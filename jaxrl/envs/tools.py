@@ -34,7 +34,11 @@ class BadArguments(Exception):
 class Tool:
     """A callable tool, or (fn None) the schema of one whose calls the episode runs itself.
 
-    tool: a plain function, or a schema {"type": "function", "function": ...}. Raises TypeError for anything else."""
+    tool: a plain function, or a schema {"type": "function", "function": ...}. Raises TypeError for anything else, and
+    what `schema` raises.
+
+    Attributes:
+      fn: the function or None. schema: for the model. name: by which the model calls it."""
 
     def __init__(self, tool):
         if isinstance(tool, dict):
@@ -116,8 +120,10 @@ def schema(fn) -> dict:
 
     fn: a function with type hints and a Google-style docstring, whose text before `Args:` the model reads.
 
+    A description that ends with (choices: [...]), a JSON list, allows these values alone.
+
     Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
-    passed by name, or a type that is not defined or that no call can hold."""
+    passed by name, or a type that is not defined or that no call can hold. ValueError for choices that are not JSON."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:

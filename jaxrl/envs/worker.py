@@ -7,10 +7,9 @@ Protocol (one JSON value per line; n numbers an attempt at an episode, seat is i
   out  [n, "send" | "done" | "failed", data], [n, "gone"] after a cancel, [n, "hung", cause] for one that does not end
 
 Asynchronous episodes are tasks of one event loop. Each plain episode has a thread, of which one runs at a time;
-plain methods of classes and plain tools run on the loop, also one at a time; each episode has its own random
-state. With env.threads they run concurrently in threads. Shared memory holds which code runs since when; the
-pool kills what hangs.
-"""
+plain methods of classes and plain tools run on the loop, also one at a time; the plain code of each episode has its own
+random state. With env.threads it runs concurrently in threads. Shared memory holds which code runs since when; the
+pool kills what hangs."""
 
 from __future__ import annotations
 
@@ -90,7 +89,8 @@ class RemoteSeats:
 
 
 class GlobalRandom:
-    """The global random state of `random` and numpy as one episode sees it, independent of draws by others.
+    """The global random state of `random` and numpy as one episode's plain functions see it, independent of draws by
+    others. Asynchronous code, and all code with env.threads, shares the process's state instead.
 
     seed: with which the episode's state begins."""
 
@@ -98,7 +98,7 @@ class GlobalRandom:
         self._seed, self._python, self._numpy = seed, None, None
 
     def enter(self) -> None:
-        """Restores the episode's random state."""
+        """Restores the episode's random state; seeds it the first time, numpy's once numpy is imported."""
         if self._python is None:
             random.seed(self._seed)
         else:
@@ -135,7 +135,8 @@ class Attempt:
       gone: whether the trainer cancelled it.
       stopping: whether it is being ended, for `gone` or `late`.
       cancelled: time at which its task was cancelled; 0 = not yet, -1 = reported as hung.
-    """
+      phase: what its code is doing, for messages; runners set it. chat: set by the server.
+      waiting: future of the model's turn, None while there is none."""
 
     chat: Any  # the server sets it
 
@@ -278,7 +279,8 @@ class Attempt:
 
 
 class BlockingAttempt(Attempt):
-    """An attempt at a plain function's episode, in a thread of its own; awaiting blocks it."""
+    """An attempt at a plain function's episode, in a thread of its own; awaiting blocks it. replies: queue of the
+    model's turns, None if the trainer cancelled it."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -362,7 +364,10 @@ class Server:
 
     Args:
       runner: of adapters.load_runner. setup: the pool's first message. streams: descriptors to read from and write
-        to. seats: shared table."""
+        to. seats: shared table.
+
+    Attributes, for its Attempts: loop, executor (threads), baton (lock of the plain episode that runs), busy (seconds
+    that episodes' code has run on the loop), and what `setup` has: limits, user, threads, parallel."""
 
     def __init__(self, runner, setup: dict, streams: tuple[int, int], seats: Seats):
         self.runner, self.limits, self.user, self.threads = runner, setup["limits"], setup["user"], setup["threads"]
@@ -490,9 +495,8 @@ class Server:
             self.send([running.n, "failed", failure(e, running.phase)])
 
     def _tick(self) -> None:
-        """Cancels attempts that are late, and reports those that do not end after cancelling. (The
-        pool handles blocked loops.)
-        """
+        """Cancels attempts that are late, and reports those that do not end after cancelling. (The pool handles blocked
+        loops.)"""
         self.seats.beat()
         for n in list(self._tasks):
             running = self._running[n]

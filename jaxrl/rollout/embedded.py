@@ -173,7 +173,8 @@ class EmbeddedEngine(Engine):
         self._held = on
 
     def publish(self, params, version: int) -> None:
-        """Copies the weights to the sampling dtype and layout, and evicts parked slots. Collective over processes."""
+        """Copies the weights to the sampling dtype and layout, and evicts parked slots. Running completions keep their
+        keys and values, which are those of earlier weights. Collective over processes."""
         self._check_open()
         self._params = None  # the old copy goes before the new one comes
         if self._cache is None:
@@ -508,9 +509,8 @@ class EmbeddedEngine(Engine):
                                                  rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 
     def _shared(self, rows):
-        """Returns which rows share a prompt (same tokens, same weights), whose keys and values are then read once.
-
-        The last prompt token is excluded: every slot writes it itself. Continued conversations share nothing, because
+        """Returns which rows share a prompt (same tokens, same weights), whose keys and values are then read once. The
+        last prompt token is excluded: every slot writes it itself. Continued conversations share nothing, because
         `extend` computed their keys."""
         samples = [self._running.get(slot) for slot in rows.tolist()]
         return self._programs.shared([s and (s.key, s.weights, s.slot if s.continued else -1) for s in samples],

@@ -213,7 +213,8 @@ def make_engine(context: EngineContext) -> Engine:
     fields of a context instead gets these.
 
     Raises:
-      ConfigError: the engine cannot be built or cannot serve the config or prompts with images.
+      ConfigError: the engine cannot be built or cannot serve the config or prompts with images (it is closed then).
+        What a user's module or factory raises is passed on.
     """
     name = engine_name(context.config)
     made = imported(ENGINES[name].factory)(context) if name in ENGINES else _make_custom(name, context)
@@ -250,7 +251,8 @@ def _accepts(function, arguments) -> bool:
 def find_factory(path: str):
     """Returns the engine factory of an import path, package.module:function or ./file.py:function.
 
-    Raises ConfigError if it cannot be imported."""
+    Raises ConfigError for a path, module, file or name that does not exist, and if importing raises ImportError,
+    AttributeError, OSError or ValueError; any other exception of the user's module (SyntaxError, say) is passed on."""
     try:
         return imported(path)
     except (ImportError, AttributeError, OSError, ValueError) as e:

@@ -14,7 +14,15 @@ from jaxrl.rollout.protocol import Outcome, Request, Result
 
 
 def join_results(request: Request, parts: list[Result], turns, finish: str, outcome: Outcome | None = None) -> Result:
-    """Returns one result that holds the turns' results."""
+    """Returns the Result of an episode: the arrays of its turns one after the other, with the request's id and seed.
+
+    Args:
+      request: of the episode.
+      parts: Result of each turn; [] gives empty arrays. turns: Turn of each.
+      finish, outcome: of the episode.
+
+    `support` is None if no turn has one, `routes` if one lacks them; they cover what each turn added and
+    sampled."""
     blank = {"tokens": np.int32, "logprobs": np.float32, "log_kept_mass": np.float32, "versions": np.int32}
     columns = {name: np.concatenate([np.zeros(0, dtype), *(getattr(p, name) for p in parts)]).astype(dtype)
                for name, dtype in blank.items()}
@@ -39,7 +47,8 @@ def _joined_routes(parts: list[Result], turns) -> np.ndarray | None:
 
 
 def recorded_turns(result: Result | None) -> deque:
-    """Returns [(Turn, its part of the result)] of an unfinished episode."""
+    """Returns [(Turn, its part of the result)] of an episode's Result, finished or not, to replay it: the inverse of
+    `join_results`, without what a turn's routes have of earlier turns. None: []."""
     record, at, routed = deque(), 0, 0
     if result is None:
         return record

@@ -83,7 +83,8 @@ class Episode:
 
 
 class EpisodeEngine(Engine):
-    """Runs episodes as requests; see protocol.Engine. A request is an episode about `request.task`, an Example.
+    """Runs episodes as requests; see protocol.Engine. A request is an episode about `request.task`, an Example. Its key
+    must differ from those of all other unfinished requests: the ids and seeds of its turns are made of it.
 
     Args:
       engine: samples the turns; this engine owns it.

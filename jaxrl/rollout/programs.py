@@ -146,8 +146,8 @@ def compiles_ahead(platform: str, processes: int) -> bool:
 
 
 def cache_shardings(model, mesh, cache):
-    """Returns a tree of NamedShardings for a tree of Model.init_cache: slots over the data axes, heads over tp where
-    it divides them.
+    """Returns a tree of NamedShardings for a tree of Model.init_cache: slots over the data axes, heads over tp. Keys
+    and values whose heads tp does not divide, and windows of recurrent layers with one head, are whole over tp.
 
     model: whose config has the heads. mesh: dp x fsdp x tp. cache: arrays or shapes."""
     tp = "tp" if model.config.cache_heads % mesh.shape["tp"] == 0 else None
@@ -167,7 +167,14 @@ class Programs:
     """The compiled programs of an engine and the layout of their arrays. Holds no arrays; see `programs`.
 
     model: jaxrl.models.Model as the trainer has its weights. shapes: the static shapes. mesh: of the devices that
-    decode. dtype: of weights and cache. joint: mesh of all processes that receive weights together; mesh if alone."""
+    decode. dtype: of weights and cache. joint: mesh of all processes that receive weights together; mesh if alone.
+
+    Attributes:
+      published, model: the model as the trainer has its weights, and as these programs do.
+      compiled: key -> program that is ready. compiler: compiles others in the background.
+      ahead: whether the first rollout's programs are compiled in threads (`compiles_ahead`; no further process).
+      shares: whether decoding reads a prompt of several slots once. data_shards: number of them.
+      by_slot, by_step, whole: shardings of arrays whose first axis is slots, whose second is, and of whole ones."""
 
     def __init__(self, model, shapes: Shapes, mesh, dtype, joint):
         self.published = model  # as the trainer has its weights
@@ -236,16 +243,17 @@ class Programs:
         return key not in self.compiled and key not in self.compiler.coming
 
     def prepare(self, calls) -> None:
-        """Compiles the programs of `calls` (from the `*_call` methods) in a thread, in this order. Processes of one
-        mesh may do so at different times: these programs are local to a process.
+        """Queues the programs of `calls` (from the `*_call` methods), in this order, for background threads that
+        compile them. Processes of one mesh may do so at different times: these programs are local to a process.
         """
         for key, function, args, donate, out_shardings in calls:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), args)
             self.compiler.begin(key, self._compile, function, shapes, donate, out_shardings)
 
     def publish(self, params):
-        """Returns a copy of the parameter tree in the rollout dtype and layout (split over tp, whole on every dp and
-        fsdp shard). If `params` are spread over processes all of them take part, and each keeps its devices' part.
+        """Returns a copy of the parameter tree in the rollout dtype and layout (split over tp, experts over ep, whole
+        on every dp and fsdp shard). If `params` are spread over processes all of them take part, and each keeps its
+        devices' part.
         """
         key, ((mesh, there), (joint, layout)), _ = self._layouts_of(params)
         copy = self.run(key, self.cast, (params,), out_shardings=there, mesh=mesh)
@@ -391,7 +399,7 @@ class Programs:
 @functools.lru_cache(maxsize=8)
 def programs(model, shapes: Shapes, mesh, dtype, joint=None) -> Programs:
     """Returns the programs of these shapes, cached: a second engine of the same process (evaluation, a
-    next job) compiles nothing.
+    next job) compiles nothing. The 8 used last are kept.
 
     Args:
       model: jaxrl.models.Model, as the trainer has its weights. shapes: the static shapes.

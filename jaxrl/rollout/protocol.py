@@ -39,7 +39,8 @@ class SamplingParams:
 
     Attributes:
       temperature: 0 = greedy (log-probs are then those of temperature 1).
-      top_p: after min_p and top_k, keep the most likely tokens until they hold this share of the remaining probability.
+      top_p: after min_p and top_k, keep the most likely tokens until they hold this share of the remaining probability;
+        in the embedded sampler tokens tied with the last of these stay, too.
       top_k: keep the k most likely tokens; -1 = all. Tokens tied with the last of these stay, too.
       min_p: keep tokens with at least this share of the most likely token's probability.
       repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or completion so far.
@@ -50,7 +51,7 @@ class SamplingParams:
         holds a character of the string.
       stop_token_ids: end tokens besides the engine's end-of-text tokens; end tokens stay in the completion.
 
-    Raises ValueError naming the field.
+    Raises ValueError, naming the field, for a value out of range.
     """
 
     temperature: float = 1.0
@@ -119,12 +120,12 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One completion to sample. Requests with equal prompts and pictures share one prefill if they are adjacent."""
+    """One completion to sample. Adjacent requests with equal prompts, pictures and adapters share one prefill."""
 
     id: str
     prompt: np.ndarray  # [P] int32
     sampling: SamplingParams = SamplingParams()
-    seed: int = 0       # uint32; token i of the completion uses random bits of (seed, i) only
+    seed: int = 0       # uint32; the embedded sampler draws token i of the completion by bits of (seed, i) alone
     group: int = 0      # for the caller's book-keeping, as are the key and the task
     key: Key = Key("", 0, 0, 0)
     task: Any = None    # the Example of the row: what an episode is about
@@ -147,9 +148,9 @@ def check_request(request: Request, longest: int, total: int, vocab: int, has_te
       adapters: number of adapters the engine serves, numbered from 1; 0: only adapter 0.
       patches: most patches of a prompt's images; 0: the engine serves text only.
 
-    Raises ValueError, naming the request and the remedy: the prompt is empty or too long, a prompt or stop token is
-    outside the vocabulary, stop strings cannot be searched, the adapter or the seed is out of range, or the images
-    are not served, too many, or at the end of the prompt."""
+    Raises ValueError, naming the request and the remedy: the prompt is empty, not one-dimensional or too long, a prompt
+    or stop token is outside the vocabulary, stop strings cannot be searched, the adapter or the seed is out of range,
+    or the images are not served, too many, or at the end of the prompt."""
     prompt = np.ascontiguousarray(request.prompt, np.int32)
     p, who = request.sampling, f"request {request.id!r}"
     if prompt.ndim != 1 or not len(prompt):
@@ -219,7 +220,7 @@ class Turn(NamedTuple):
     finish: str = "stop"
     reward: float = 0.0
     anchor: int = 0     # names the state it was decided in; 0 = none
-    seen: str = ""      # hash of the messages in `added`
+    seen: str = ""      # hash of what the episode sent for it: messages, rewrite, tools, stop, max_tokens
     images: tuple[TurnImage, ...] = ()  # in `added`, in their order
 
 
@@ -228,7 +229,7 @@ class Outcome:
     """Result of an episode.
 
     Attributes:
-      value: its score, including the turns' rewards; None = absent.
+      value: its score, including the turns' rewards, less env.malformed_penalty for each malformed call; None = absent.
       rewards: further rewards by name.
       notes: numbers it recorded.
       counts: counters, and times in seconds (engine_seconds, environment_seconds).
@@ -249,7 +250,9 @@ class Result:
     `outcome`.
 
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; without
-    penalties its log-prob is `logprobs - log_kept_mass`."""
+    penalties its log-prob is `logprobs - log_kept_mass`.
+
+    Where a stop string ends a completion of vLLM, all its tokens have the version that was the newest at its end."""
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included
@@ -257,7 +260,7 @@ class Result:
     log_kept_mass: np.ndarray  # [n] float32: log of the mass in the support (top-p, top-k, min-p, barred end tokens).
                           # vLLM reports the difference only: its `logprobs` are those of the draw, `log_kept_mass` is 0
     versions: np.ndarray  # [n] int32: weight version each token was drawn from
-    finish: str           # "stop" | "length" | "abort"
+    finish: str           # "stop" | "length" | "abort"; UNFINISHED in `Engine.unfinished_results`
     seed: int
     support: np.ndarray | None = None  # [n, K] int32: ids of the support each token was drawn from, -1 = unused;
                           # K = 0 or None if it was not requested
@@ -290,7 +293,7 @@ class Health:
     version: int = -1  # of the published weights; -1 = none yet
     waiting: int = 0   # requests not started
     running: int = 0   # requests started
-    compiled: int = 0  # programs of this process so far
+    compiled: int = 0  # programs of the embedded sampler's shapes that this process has compiled so far
     parked: int = 0    # conversations whose keys and values stay for a next request
     servers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # URL -> state, where it has some
 
@@ -312,14 +315,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def poll(self, deadline_s: float) -> list[Result]:
         """Returns results finished since the last poll; waits until one has finished or `deadline_s` seconds have
-        passed.
+        passed. Returns at once if there is nothing to work on: no request, or none started while on hold.
 
-        Raises RuntimeError if there are requests and no weights, EngineLost if the engine can no longer sample."""
+        Raises RuntimeError if there are requests and no weights, RunStopped for what ends the run: EngineLost if the
+        engine can no longer sample."""
 
     @abc.abstractmethod
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (None = all): the next poll returns each with finish "abort", with its tokens so far or, as
-        from vLLM and of episodes, with none."""
+        """Ends requests (None = all): the next poll returns each that had not finished with finish "abort", with its
+        tokens so far or, as from vLLM and of episodes, with none. Other ids are ignored."""
 
     @abc.abstractmethod
     def publish(self, params: Any, version: int) -> None:
@@ -370,7 +374,8 @@ class Engine(abc.ABC):
 
 def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: Callable[[], bool] = lambda: False,
              others: Callable[[list[Result]], None] | None = None) -> list[Result] | None:
-    """Submits requests and waits for all of them; returns results in request order, or None if stopped.
+    """Submits requests and waits for all of them; returns results in request order, also those that the engine gave up
+    (finish "abort"), or None if stopped.
 
     Args:
       timeout: seconds.
@@ -380,7 +385,9 @@ def generate(engine: Engine, requests: Sequence[Request], timeout: float, stop: 
 
     Raises:
       TimeoutError: the batch is not done in time; the unfinished requests are aborted.
-      RuntimeError: the engine returned a completion that was not requested here, and `others` is None."""
+      RuntimeError: the engine returned a completion that was not requested here, and `others` is None.
+
+    Also raises what the engine's submit and poll raise; unfinished requests then stay with the engine."""
     end = time.monotonic() + timeout
     engine.submit(list(requests))
     missing = {r.id for r in requests}

@@ -80,12 +80,18 @@ class RolloutQueue:
       per_step: prompts per step.
       max_staleness, sync_every, partial: options of config.rollout. partial: completions continue across a weight
         sync; else a sync holds new completions and waits for started ones.
-      steps: no group is requested for this step or later ones.
+      steps: of the run; no group is requested ahead for this step or a later one.
       draw: (cursor, count) -> ([(position, example)], next cursor); fewer at the end of the data.
       requests: (prompts, step) -> their requests, in submission order; a request's group is its position.
       mine: position -> whether this process samples it.
-      finished: called with every own group whose last result arrived.
+      finished: called with every own group whose last result arrived, in `restore` too.
       clock: returns seconds.
+
+    Attributes:
+      version: of the weights published last; -1 before the first.
+      groups: position -> PromptGroup, requested and not released yet.
+      counts: totals of the run: "admitted_groups", "used_groups", and "asked_again", requests that a resumed run
+        repeats.
     """
 
     def __init__(self, engine, *, per_step: int, max_staleness: int, sync_every: int, partial: bool, steps: int,
@@ -237,7 +243,8 @@ class RolloutQueue:
         return {"groups": rows, "counts": dict(self.counts)}, results + self.engine.unfinished_results()
 
     def restore(self, state: dict, results: list[Result], step: int, cursor: int, outcomes: dict[str, dict]) -> None:
-        """Restores `state` as it was when `step` was next and the run's cursor was `cursor`.
+        """Restores `state`, in an empty queue, as it was when `step` was next and the run's cursor was `cursor`. Calls
+        `finished` with the own groups that are complete.
 
         Unfinished requests are submitted again, with the same seeds, at the next `request_groups`; an engine
         continues from their finished turns. Groups that the current options would use too late (they may have

@@ -120,9 +120,10 @@ def choose_tokens(words_Sx2, greedy_S, support: int, q_SxV, mass_SxN, kept_S):
 def top_tokens(q_SxV, token_S, count: int):
     """Returns the ids [S, count] int32 of the largest finite entries of each row, the largest first, -1 beyond.
 
-    The drawn token takes the last place if it is not among them (ties can exclude it).
+    The drawn token takes the last place if it is not among them (the support may hold more, by ties for example).
 
-    q_SxV: float32 logits, -inf outside the support. token_S: int32, the drawn tokens. count: 0 = none, [S, 0]."""
+    q_SxV: float32 logits, -inf outside the support. token_S: int32, the drawn tokens. count: at most V; 0 = none, [S,
+    0]."""
     if not count:
         return jnp.zeros((q_SxV.shape[0], 0), jnp.int32)
     value_SxK, id_SxK = lax.top_k(q_SxV, count)
@@ -171,8 +172,8 @@ def bar_end_tokens(q_SxV, barred_S, end_ids_SxE):
 
 
 def support_floor(q_SxV, controls: Controls):
-    """Returns [S] float32, the smallest scaled logit that stays after min_p, then top_k, then top_p; ties with it stay,
-    too. -inf where none of them is set.
+    """Returns [S] float32, a threshold: the scaled logits at or above it stay after min_p, then top_k, then top_p, all
+    that tie with the last one too. -inf where these cut nothing off.
 
     Each of the three keeps a set {q >= t}, so the floors combine by maximum. top_p's share is of the mass that min_p
     and top_k leave. The floors of top_k and top_p are found among the ordered bits of a float32 (`largest_true`):

@@ -36,7 +36,8 @@ def work_of(params, min_new_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Slots, lengths and widths of the sampler; those that count slots or rows are multiples of the data shards.
+    """Slots, lengths and widths of the sampler. Slot counts, prefill_rows and the slots of `extend` are multiples of
+    the data shards.
 
     Attributes:
       slot_counts: ascending; the last one is all slots, smaller ones are for the tail of a batch.
@@ -107,7 +108,7 @@ def from_config(config, data_shards: int, num_eos: int, processes: int = 1, read
     """Returns the Shapes of a config for one process.
 
     The default of rollout.slots is the process's share of the batch, at most DEFAULT_SLOTS: a decode step mostly reads
-    weights, however many sequences there are.
+    weights, however many sequences there are. Both are rounded up to a multiple of data_shards.
 
     Args:
       config: the whole config.

@@ -22,7 +22,7 @@ def find_stop(decode: Decode, tokens: Sequence[int], new: int, stops: Sequence[s
       decode: token ids -> text.
       tokens: the completion so far.
       new: number of its last tokens not yet searched.
-      stops: the strings.
+      stops: the strings, at least one.
       minimum: a string completed before this many tokens does not count.
 
     Returns:

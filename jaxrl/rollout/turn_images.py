@@ -80,7 +80,7 @@ class TurnImages:
             raise PromptError(f"image {place + 1}: {e}") from None
 
     def tokens(self, images) -> int:
-        """Returns the number of tokens that these TurnImages take in a sequence."""
+        """Returns the number of tokens that these TurnImages take in a sequence; needs a source."""
         return sum(math.prod(image.grid) for image in images) // self.source.merge**2
 
     def have_room(self, images, first: bool) -> bool:

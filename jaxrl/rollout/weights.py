@@ -42,10 +42,10 @@ def chunks(model, params, dtype, most_bytes: int, host: bool = True,
       params: its parameter tree, of arrays all of whose shards this process reaches.
       dtype: of the tensors (anything numpy takes, or the name of one of jax's), except for those that are always
         fp32, such as routers' corrections.
-      most_bytes: of a chunk. It holds whole layers, at least one: embedding first, then layer by layer,
-        last norm and head.
-      host: numpy arrays in host memory, which belong to the caller; else on the device, whole on each one
-        of the parameters' mesh.
+      most_bytes: of a chunk, exceeded by a layer that is larger. It holds whole layers, at least one: embedding first,
+        then layer by layer, norm and head, last the tower.
+      host: numpy arrays in host memory, read-only, which later chunks leave as they are; else on the device, whole on
+        each one of the parameters' mesh.
       tower: the tensors of a tower for images, too.
     """
     chunk, size, packed, rename = [], 0, parts.tensors(model), _renaming(model)

@@ -41,14 +41,14 @@ def run(argv: list[str], stdin: str | bytes = "", files: Mapping[str, str | byte
     """Runs a program until it ends or hits a limit. Blocks; any thread may call it.
 
     Args:
-      argv: the program and its arguments; "python" is this interpreter with its packages. It starts in a temporary
-        folder, without this process's environment variables.
+      argv: the program and its arguments; "python" is this interpreter with its packages (sandbox.backend=remote: the
+        service's). It starts in a temporary folder, without this process's environment variables.
       stdin: its standard input.
       files: relative path -> content, in that folder.
       limits: seconds, cpu_seconds, memory_mb, disk_mb, output_bytes, processes; override the config's.
 
     Returns:
-      The RunResult.
+      The RunResult; of a program that does not exist, one with a status above 0 and the reason in stderr.
 
     Raises:
       SandboxError: the sandbox failed, or does not isolate programs (see `probe`). Not the program's fault.

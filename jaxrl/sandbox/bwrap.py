@@ -41,7 +41,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
       stdin: its standard input. files: relative path -> content, in its folder WORK.
       limits: of the run. settings: of which `paths` are shown to the program, read-only.
 
-    Raises SandboxError if bubblewrap is missing or runs nothing; OSError if it cannot be started.
+    Raises SandboxError if bubblewrap is missing or runs nothing; OSError if it cannot be started. A program that does
+    not exist exits with a status above 0 and the reason on standard error.
     """
     deadline = time.monotonic() + limits.seconds
     with contextlib.ExitStack() as stack:

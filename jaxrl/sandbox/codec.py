@@ -44,8 +44,8 @@ def encode(value, depth=0):
 
 
 def decode(value):
-    """Returns the value that `encode` encoded. Raises ValueError, TypeError, KeyError or AttributeError for anything
-    else."""
+    """Returns the value that `encode` encoded. Raises ValueError, TypeError, KeyError, AttributeError or RecursionError
+    for anything else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     (kind, content), = value.items()

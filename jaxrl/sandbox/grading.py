@@ -77,10 +77,12 @@ class Grade:
 
 
 def grade(program: str, tests, entry_point: str = "", stop: bool = False) -> Grade:
-    """Runs the tests of a Python program. All runs together take at most sandbox.seconds.
+    """Runs the tests of a Python program. All runs of the program together take at most sandbox.seconds; asserts, which
+    run apart from it, JUDGE_SHARE of that in addition, and at least 0.1 s a round.
 
-    Outputs are compared line by line, without white space at the ends of lines and of the text, and word by word where
-    numbers with a point may differ by a relative 1e-6 or an absolute 1e-9; values as `same` compares them.
+    Outputs are compared line by line, without white space around lines and at the end of the text (empty lines before
+    it count), and word by word where numbers with a point may differ by a relative 1e-6 or an absolute 1e-9; values as
+    `same` compares them.
 
     Args:
       program: its source.

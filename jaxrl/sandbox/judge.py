@@ -35,7 +35,8 @@ def proxy(name, table, unknown):
 
     A call that is not there is appended to `unknown` as [name, args, kwargs] and raises Unknown; one with arguments
     that are not plain data raises NotCarried. A call that raised in the program raises the built-in exception of that
-    name (Exception if that is none), one whose value was not plain data an Exception.
+    name (Exception for another name and for SystemExit and its like, which are no Exception), one whose value was not
+    plain data an Exception.
 
     name: of the function. table: `key` -> (kind, value)."""
     def call(*args, **kwargs):

@@ -30,7 +30,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
       argv: the program and its arguments; "python" is the service's interpreter.
       stdin: its standard input. files: relative path -> content, in its folder.
       limits: of the run; a reply is waited for limits.seconds and GRACE_SECONDS. SandboxFusion receives seconds and
-        memory_mb alone; output_bytes is applied here as well.
+        memory_mb alone. More than output_bytes characters in both streams hit that limit here, too, and each
+        stream is cut to as many.
       settings: url, api ("jaxrl" or "fusion"), key_env and retries.
 
     Raises SandboxError if the key's variable is not set, if none of 1 + retries tries gets a valid reply, and at once

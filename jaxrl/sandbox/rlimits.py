@@ -41,7 +41,8 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
       stdin: its standard input. files: relative path -> content, in its folder.
       limits: of the run; cpu_seconds is rounded to whole seconds, 1 at least. settings: not read.
 
-    Raises OSError if it cannot be started.
+    Raises OSError if no process can be started or its files cannot be written. A program that does not exist exits with
+    status 1 and the reason on standard error.
     """
     deadline = time.monotonic() + limits.seconds
     numbers = (max(1, round(limits.cpu_seconds)), limits.memory_mb << 20, limits.disk_mb << 20, DESCRIPTORS)

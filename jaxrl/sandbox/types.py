@@ -36,7 +36,7 @@ class RunResult:
 
     Attributes:
       exit: its status, or 128 + the signal that ended it (the kernel's SIGXCPU at limit cpu_seconds: 152); None if it
-        was killed at another limit.
+        was killed at another limit, and in bwrap if it ended by itself with more output than output_bytes.
       stdout, stderr: decoded as UTF-8 with replacement.
       limit: the limit it hit, "seconds", "cpu_seconds", "memory_mb", "output_bytes" or "processes"; "" if none is
         known (a program may handle refused memory itself).

@@ -27,7 +27,7 @@ def watch(process: subprocess.Popen, stdin: bytes, limits: Limits, deadline: flo
       stdin: is written to it.
       limits: of which output_bytes, processes and memory_mb are read.
       deadline: time.monotonic() at which it has used limits.seconds.
-      kill: kills the program and its child processes.
+      kill: kills the program and its child processes; also called after the program ended by itself.
       own: number of its processes that are not the program's.
     """
     assert process.stdin and process.stdout and process.stderr  # all are pipes

@@ -50,8 +50,7 @@ def register() -> None:
     changes.
 
     vLLM's entry point: it runs in every process of the server, sometimes twice, with the same result. Also starts the
-    thread that ends the process when the trainer that started it is gone.
-    """
+    thread that ends the process when the trainer that started it is gone."""
     _watch_owner()
     from vllm.platforms import current_platform
 
@@ -164,7 +163,8 @@ class UpdateInfo:
 
 
 class Receiver:
-    """Receives a trainer's weights; vLLM's base class brings the rest (model, device, parallel_config)."""
+    """Receives a trainer's weights; vLLM's base class brings the rest (model, device, parallel_config). names: tensors
+    that the trainer announced. received: those that arrived since the last update began."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     names = received = frozenset()
@@ -350,7 +350,7 @@ class Reader:
 
     def open(self, source: str, size: int) -> memoryview:
         """Returns a chunk's `size` bytes, a context. source: "shm:N" or "http:N". Raises ValueError for one that was
-        not announced, OSError or HTTPException if it cannot be read."""
+        not announced or a file that is shorter, OSError or HTTPException if it cannot be read."""
         kind, _, number = source.partition(":")
         if not {"shm": self.folder, "http": self.address}.get(kind) or not re.fullmatch(r"\d+", number, re.ASCII):
             raise ValueError(f"jaxrl: weights from {source!r} were not announced")
@@ -427,7 +427,7 @@ def _kept_features(worker) -> int:
 
 def machine() -> str:
     """Returns the boot id and the device of /dev/shm, or else the host name. Processes with the same value share
-    memory."""
+    memory; those with the same host name are taken to."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f"{f.read().strip()}:{os.stat('/dev/shm').st_dev}"
@@ -468,7 +468,7 @@ def digest(tensor) -> str:
 
 
 def is_of_tower(name: str) -> bool:
-    """Returns whether an HF tensor belongs to a tower for images."""
+    """Returns whether an HF tensor belongs to a tower of ARCHITECTURES: its name begins with model.visual."""
     return name.startswith("model.visual.")
 
 

@@ -28,7 +28,7 @@ class FunctionFolder:
         self._run_dir, self._name, self._temporary = run_dir, name, None
 
     def path(self) -> Path:
-        """Returns the folder, created if necessary."""
+        """Returns the folder, created if necessary. A temporary one is not made again after `cleanup`."""
         if self._run_dir and "://" not in self._run_dir:
             folder = Path(self._run_dir).absolute() / self._name
             folder.mkdir(parents=True, exist_ok=True)

@@ -55,15 +55,16 @@ def _load_file(path: str):
 
 
 def number(value) -> float | None:
-    """Returns a number of any type as a float, array scalars and arrays of shape [] or [1] included, else None. A bool
-    is a number."""
+    """Returns an int, a float or a bool as a float, also that of an array scalar or an array of shape [] or [1]; None
+    for anything else, such as a Decimal. Raises OverflowError for an integer beyond the range of floats."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):  # array scalars, without importing numpy
         value = value.item()
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def safe_str(value) -> str:
-    """Returns str(value), or "" if that fails (integers with too many digits, lists nested too deeply)."""
+    """Returns str(value) as `printable` writes it, or "" if that fails (integers with too many digits, lists nested too
+    deeply)."""
     try:
         return printable(str(value))
     except Exception:

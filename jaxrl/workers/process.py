@@ -146,7 +146,8 @@ class Channel(abc.ABC):
 
     def send(self, message: str, deadline: float) -> None:
         """Sends one line of JSON. Raises ReplyTimeout if the worker does not read it before the deadline
-        (time.monotonic()), WorkerDied if it has ended."""
+        (time.monotonic()): a part may have been sent, so that the worker has to be killed. WorkerDied if it has ended.
+        """
         data = memoryview(message.encode() + b"\n")
         while data:
             try:

@@ -238,7 +238,7 @@ class ExpertRouting(NamedTuple):
         a .npy file, [tokens - 1, layers, K], since the last token was not run: its row is -1.
 
         All -1 if rows are missing, since the tokens of the others are then unknown; further rows are dropped. Raises
-        Refused if the text is absent or does not fit this model, ValueError if it is no such file."""
+        Refused if the text is absent or does not fit this model, ValueError or EOFError if it is no such file."""
         if not text:
             raise Refused("algorithm.routes=sampled: the server does not report the experts of tokens; start it with "
                           "--enable-return-routed-experts, or set algorithm.routes=scored or own")
@@ -272,12 +272,13 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 # ---- control ---------------------------------------------------------------------------------------------------------
 
 class Control:
-    """Client of the endpoints of one vLLM server apart from generation. Every call has a deadline in seconds.
+    """Client of the endpoints of one vLLM server apart from generation. A call fails after its deadline in seconds
+    without progress: connecting, sending and each wait for data may take that long.
 
     Methods that call the server raise ServerError if it cannot be reached or fails, and Refused if it declines, unless
     they say otherwise.
 
-    url: of the server. key: its API key, "" = none. deadline: seconds of a call."""
+    url: of the server. key: its API key, "" = none. deadline: seconds, where a call has none of its own."""
 
     def __init__(self, url: str, key: str, deadline: float):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -474,7 +475,7 @@ class Control:
 
     def generate(self, payload: dict) -> dict:
         """Sends a body of `generate_payload` and returns the reply's only choice, as JSON. Raises ServerError or
-        Refused."""
+        Refused, KeyError for a reply without a choice."""
         return self._call("POST", GENERATE, payload)["choices"][0]
 
     def gauges(self) -> dict[str, float]:

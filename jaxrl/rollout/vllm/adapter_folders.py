@@ -77,6 +77,9 @@ class AdapterFolders:
       model: with its adapter.
       dtype: of the engine.
       folder: where servers see it.
+
+    Attributes:
+      folder: as an absolute path. current: the Version written last, or None. loaded: server URL -> its adapter's name.
     """
 
     def __init__(self, model, dtype, folder: Path):

@@ -162,7 +162,8 @@ class VllmEngine(Engine):
         the weights, which their tokens carry in Result.versions.
 
         Raises EngineLost if no server is left (of given ones only while requests are unfinished), WeightMismatch if one
-        computes with other weights, ConfigError if the servers cannot serve this run."""
+        computes with other weights, RunStopped if /dev/shm is full, ConfigError if the servers cannot serve this run.
+        """
         self._check_open()
         for process in self.fleet.processes:
             process.bound_log()
@@ -275,7 +276,8 @@ class VllmEngine(Engine):
         return dataclasses.replace(ENGINES["vllm"].info, quantized=self.publisher.quantized)
 
     def health(self) -> Health:
-        """Returns the engine's state, ok if a server is ready, with the state of every server by URL."""
+        """Returns the engine's state, ok if a server is ready, with the state of every server by URL. `waiting` counts
+        finished requests until they are polled, too."""
         replicas = self.router.replicas
         running = sum(len(r.running) for r in replicas)
         return Health(not self._closed and any(r.state == "ready" for r in replicas), self._closed, self._version,

@@ -29,7 +29,8 @@ def url_host(url: str) -> str:
 
 
 def read_urls(folder: Path) -> list[str]:
-    """Returns the URLs in the files of a folder, in the files' order; files that begin with a dot are not ready yet."""
+    """Returns the URLs in the files of a folder, in the order of the files' names, several per file if white space
+    separates them; [] without the folder. Files that begin with a dot are not ready yet."""
     files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
     return [url.rstrip("/") for file in files for url in file.read_text("utf-8").split()]
 
@@ -47,8 +48,8 @@ def longest_request(config) -> int:
 
 
 def max_model_len(config) -> int:
-    """Returns --max-model-len of our servers, in tokens: the longest sequence of the run, or of the publisher's
-    probe."""
+    """Returns --max-model-len of our servers, in tokens: rollout.vllm.max_model_len, by default the longest sequence of
+    the run, but at least what the publisher's probe and one sampled token take."""
     probe = PROBE_PROMPT + sum(rows * columns for rows, columns in PROBE_IMAGES)
     return max(config.rollout.vllm.max_model_len or longest_request(config), probe + 1)
 

@@ -29,13 +29,16 @@ def free_port(host: str) -> int:
 
 
 class ServerProcess:
-    """A running vLLM server. It ends when the trainer ends, however that happens: the plugin in each of its processes
-    watches the trainer.
+    """A running vLLM server, which starts here. It ends when the trainer ends, however that happens, if jaxrl is
+    installed in its environment: the plugin in each of its processes watches the trainer. Else `stop` has to end it.
 
     Args:
       command: words of the command line.
       env: variables to add to this process's environment.
       log_file: file to which the server's output is appended.
+
+    Attributes:
+      pid: id of the process, its session and its process group. log_file: as given.
     """
 
     def __init__(self, command: list[str], env: dict[str, str], log_file: Path):

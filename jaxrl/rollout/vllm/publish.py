@@ -51,6 +51,12 @@ class Publisher:
       folder: of the run, for transport=checkpoint.
       fleet: the servers.
       run_id: part of every version, so that another run's weights are never taken for ours.
+
+    Attributes:
+      transport: a Stream or Checkpoint; None before `choose_transport`.
+      verified: indexes of the servers whose weights were verified since they were started.
+      last_publish: {"seconds", "bytes"} of the last publish, 0 before it.
+      last_probe: mean absolute log-prob gap of the last probe, in nats; NaN before it.
     """
 
     def __init__(self, context: EngineContext, folder, fleet, run_id: str):
@@ -120,7 +126,7 @@ class Publisher:
 
     def publish(self, replicas, params, version: int) -> None:
         """Sends these weights to servers; a failed try is repeated in full, rollout.vllm.retries times. Leaves each
-        server ready, or dead with the reason.
+        server ready, or dead with the reason; an exception leaves those that were not ready yet unsynced.
 
         Args:
           replicas: the router's Replicas to send to.
@@ -352,7 +358,8 @@ class Publisher:
 
     @property
     def quantized(self) -> bool:
-        """Whether a server computes with other weights or cache than it was given; known after the first publish."""
+        """Whether a server computes with other weights or cache than it was given; known after the first publish. A
+        server without the plugin does not tell, and counts as one that does not."""
         return any(self._is_quantized(i) for infos in self.fleet.infos.values() for i in infos)
 
     def _is_quantized(self, info: dict) -> bool:

@@ -67,8 +67,9 @@ class Router:
 
     Attributes:
       results: queue of Result, or an exception that ends the run.
-      current_version, model, routed: weight version, name of the model, and whether experts are asked for; set by the
-        engine before requests are sent.
+      replicas: a Replica per server; `add` appends. counts: totals since the start, by name. items: the ItemWriter.
+      current_version, model, routed: weight version, name of the adapter ("" = the base), and the ExpertRouting if
+        experts are asked for; set from outside before requests are sent.
       trace: called with a dict for each request (log.trace_requests); None = not.
 
     Args:
@@ -102,7 +103,8 @@ class Router:
     # ---- from the engine's thread ---------------------------------------------------------------------------------
 
     def call(self, function, *args):
-        """Runs a function or coroutine function in the loop's thread; returns its value or raises what it raised."""
+        """Runs a function or coroutine function in the loop's thread; returns its value or raises what it raised. Not
+        for that thread itself, which would wait without end."""
         async def run():
             value = function(*args)
             return await value if asyncio.iscoroutine(value) else value
@@ -114,7 +116,8 @@ class Router:
         self.call(self._submit, requests)
 
     def abort(self, ids: set[str]) -> None:
-        """Ends the requests of these ids; each gets an `absent_result`, without the tokens sampled so far."""
+        """Ends the requests of these ids; each gets an `absent_result`, without the tokens sampled so far. Ids of
+        requests that have a result or are unknown are ignored."""
         self.call(self._abort, ids)
 
     def pause(self, on: bool) -> None:
@@ -131,7 +134,7 @@ class Router:
         self.call(self.replicas.append, Replica(len(self.replicas), url, "dead", "announced, no reply yet"))
 
     def close(self) -> None:
-        """Cancels everything and ends the loop's thread."""
+        """Cancels everything and ends the loop's thread; unfinished requests get no result."""
         if self._loop.is_running():
             self.call(self._close)
             self._loop.call_soon_threadsafe(self._loop.stop)

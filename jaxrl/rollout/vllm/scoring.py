@@ -35,6 +35,9 @@ class PromptScorer:
       timeout: seconds of one request.
       longest: tokens of the longest sequence.
 
+    Attributes:
+      model: name of the model that the servers serve.
+
     Raises:
       ConfigError: a server does not reply, has another model, or takes shorter sequences only.
     """
@@ -64,8 +67,8 @@ class PromptScorer:
         return row["id"]
 
     def score(self, sequences, top: int) -> list[TokenScores]:
-        """Returns the TokenScores of sequences, in order. Servers take them in turn; MAX_CONCURRENT requests per server
-        run at a time.
+        """Returns the TokenScores of sequences, in order. Servers take them in turn; at most MAX_CONCURRENT requests
+        times the number of servers run at a time, more than MAX_CONCURRENT of them on a server that is slower.
 
         sequences: token ids [n] of each. top: number of most probable tokens to return, at most the servers'
         --max-logprobs. Raises RunStopped if a server fails TRIES times or refuses a request.

@@ -43,6 +43,11 @@ class OwnServers:
       first: number of servers before them on this host, from which ports are counted (rollout.vllm.port).
       lora_rank: largest rank of adapters that are published separately; 0 = none.
 
+    Attributes (one entry per server, in order):
+      urls, processes: address and ServerProcess.
+      restarts: how often it was restarted. up: whether it has replied since its start, as `look` sees it.
+      cpu: whether this is vLLM's build for CPUs (one value).
+
     Raises:
       ConfigError: vLLM cannot be started here.
     """
@@ -76,7 +81,8 @@ class OwnServers:
         return ServerProcess(command, env, self.folder / f"server_{i}.log")
 
     def look(self, i: int, control: adapter.Control, seconds: float) -> str:
-        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice.
+        """Returns "" while a server is well or starting, else what is wrong: it ended, is late, or was silent twice
+        in a row.
 
         i: number of the server. control: its client. seconds: to wait for a reply."""
         process, setup = self.processes[i], self.config.rollout.vllm.setup_seconds
@@ -151,7 +157,7 @@ def check_growth(url: str, infos: list[dict], grows: dict | None, length: int) -
     differ.
 
     url: of the server. infos: what its workers report; empty without the plugin: growth is then unknown, which is an
-    error. grows: of `query_growth`. length: tokens of the longest sequence."""
+    error. grows: of `query_growth`; None = nothing is checked. length: tokens of the longest sequence."""
     window = grows["original_max_position_embeddings"] if grows else length
     if length <= window or infos and all(info.get("query_growth") == grows for info in infos):
         return
@@ -206,6 +212,7 @@ class Fleet:
       controls: of the router's replicas, in order.
       memories: by URL.
       infos: replica's index -> what each worker of an examined server reports, empty without the plugin.
+      own: as given. processes: those of `own`, [] for given servers.
     """
 
     def __init__(self, context: EngineContext, key: str, group: Peers, own: OwnServers | None, known: list[str],

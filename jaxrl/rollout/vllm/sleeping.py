@@ -24,6 +24,9 @@ class ServerMemory:
 
     A call in the wrong state raises RuntimeError and reaches no server. A call that fails raises what the control
     raises and leaves the state `lost`, since its progress is unknown; only `open` leads out of that.
+
+    Attributes:
+      state: "awake" (at first), "asleep", "filling" or "lost".
     """
 
     def __init__(self, control):

@@ -39,7 +39,7 @@ CONNECTIONS = 1024  # of workers that fetch weights over HTTP
 
 
 def digest(array: np.ndarray) -> str:
-    """Returns the SHA-256 of an array's bytes in C order."""
+    """Returns the SHA-256, in hex, of an array's bytes in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
@@ -65,9 +65,11 @@ def fill(buffer, tensors, rows) -> None:
 
 
 class Stream:
-    """A transport that sends chunk after chunk. A transport whose workers fetch chunks
-    themselves overrides `payload` only.
-    """
+    """A transport that sends chunk after chunk. Each defines `name`, `payload` and `close`; one whose workers fetch
+    chunks themselves also `announcement`.
+
+    Attributes:
+      host: whether it takes chunks in host memory. False: on the device, and all servers take part in each together."""
 
     host = True  # wants chunks in host memory; False: on the device, and all servers take part in each chunk together
 
@@ -103,7 +105,10 @@ class SharedMemory(Stream):
     """Two files in /dev/shm, only for servers on this host. The folder is private and removed with the transport; those
     that killed trainers left are removed at the start. Raises ConfigError without /dev/shm.
 
-    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers."""
+    It belongs to the process that holds the lock of the file in it: process ids are ambiguous across containers.
+
+    Attributes:
+      folder: its path, where other files may be put."""
 
     name = "shm"
 
@@ -119,8 +124,8 @@ class SharedMemory(Stream):
         self._maps: dict[Path, np.memmap] = {}  # mapping a file again would cost as much as filling it
 
     def payload(self, tensors, verify: bool) -> dict:
-        """Copies tensors into one of two files, by turns; returns the chunk's description (fields of
-        vllm_plugin.UpdateInfo).
+        """Copies tensors into one of two files, by turns, so that a chunk stays until the next but one; returns its
+        description (fields of vllm_plugin.UpdateInfo).
 
         tensors: (name, array in host memory). verify: whether it has their SHA-256. Raises RunStopped if /dev/shm is
         full."""
@@ -159,8 +164,9 @@ class SharedMemory(Stream):
 
 
 def lock_file(path: Path, flags: int = 0) -> int | None:
-    """Returns a descriptor that holds a file's lock until it is closed or the process ends; None if another process
-    holds it, or if the file cannot be opened (missing, not ours, or a link). flags: further flags of os.open.
+    """Returns a descriptor that holds a file's lock until it is closed or the process ends; None if another descriptor
+    holds it, also one of this process, or if the file cannot be opened (missing, not ours, or a link). flags: further
+    flags of os.open.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
