@@ -65,8 +65,7 @@ def logprob_and_entropy(
     if ids_RxSxK is not None and support_RxSxK is not None:
         raise ValueError("logprob_and_entropy: ids together with a support: a token outside it has no log-prob")
     valid_RxS = jnp.ones(targets_RxS.shape, bool) if valid_RxS is None else valid_RxS
-    if support_RxSxK is None:
-        support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32)
+    support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32) if support_RxSxK is None else support_RxSxK
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
     inputs = hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr, more_rxV
     if implementation == "reference":
