@@ -117,7 +117,7 @@ class Tiny:
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
         """Returns {loss term: [T] float weights} of one optimizer step with all completions, divided by the config's
         own denominators (rl.step.make_loss_weigher)."""
-        weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
+        weigh, _ = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(np.arange(case.traj.num_sequences))
 
     # ---- gradients
@@ -142,7 +142,7 @@ class Tiny:
         batch, critic = self.batch(case), self.roles.critic
         running = copy.copy(critic.running) if critic is not None else None
         prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
-        weigh = make_loss_weigher(spec, batch, prepared.columns)
+        weigh, _ = make_loss_weigher(spec, batch, prepared.columns)
         if critic is not None and running is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:

@@ -163,22 +163,22 @@ class Run:
         self.folder = Path(folder)
         try:
             held = json.loads((self.folder / "config.json").read_text("utf-8"))
-        except (OSError, ValueError) as e:
+            self.config, self.versions = flat(held.get("config", {})), dict(held.get("versions", {}))
+        except (OSError, ValueError, TypeError, AttributeError) as e:
             raise ConfigError(f"{folder}: no run directory ({e}); name the folder that holds config.json and "
                               "metrics.jsonl") from e
-        self.config, self.versions = flat(held.get("config", {})), held.get("versions", {})
         self.lines = {}
         if (self.folder / "metrics.jsonl").exists():
             for line in self._lines("metrics.jsonl"):
-                self.lines.setdefault(line["step"], {}).update(line)
+                self.lines.setdefault(line.get("step", -1), {}).update(line)
 
     def _lines(self, name: str) -> list[dict]:
         out = []
         for number, text in enumerate((self.folder / name).read_text("utf-8").split("\n"), 1):
             try:
-                out += [json.loads(text)] if text else []
-            except ValueError as e:
-                raise ConfigError(f"{self.folder / name}:{number}: not a line of JSON ({e})") from e
+                out += [dict(json.loads(text))] if text else []
+            except (ValueError, TypeError) as e:
+                raise ConfigError(f"{self.folder / name}:{number}: not a line of JSON with a table ({e})") from e
         return out
 
     def steps(self) -> list[int]:

@@ -119,7 +119,7 @@ def _has(m: Migration, role: str) -> bool:
     """Whether a job has a frozen model of a role. The reference of adapters is their base."""
     recipe = m.options.get("run.recipe", ("rl", ()))[0]
     if role == "reference":
-        base = "lora.rank" in m.options and "reference.path" not in m.options
+        base = m.options.keys() & {"lora.rank", "lora.path"} and "reference.path" not in m.options
         return not base and (recipe == "preference" or bool(m.options.get("algorithm.kl.coef", (0,))[0]))
     if role == "teacher":
         return recipe == "distill"

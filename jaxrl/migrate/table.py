@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jaxrl.config.option import BOUNDS, not_chosen
 from jaxrl.config.schema import element_kind, free_tables, options
 from jaxrl.errors import ConfigError
+from jaxrl.migrate.idle import take_out_idle
 from jaxrl.migrate.jobs import Job, job_of, pattern_of
 from jaxrl.migrate.source import UNDECIDED, Setting, Source, Unreadable, override_value, scalar, switch
 
@@ -416,9 +417,7 @@ class Migration:
         if self.options.get("algorithm.policy_loss", ("clip",))[0] not in ("clip", None):  # which alone has one
             if self.options.get("algorithm.dual_clip", (1,))[0] == 0:
                 del self.options["algorithm.dual_clip"]
-        if self.options.get("optimizer.schedule", ("constant",))[0] == "constant":  # what only a decay reads
-            for option in ("optimizer.floor", "optimizer.decay_steps", "optimizer.decay_shape"):
-                self.options.pop(option, None)
+        take_out_idle(self)
         remat, of = self.options.get("model.remat", ("auto", ()))
         if self.options.get("mesh.roles.policy", ({},))[0].get("rest") == "streamed" and remat == "none":
             self.options["model.remat"] = ("full", of)

@@ -104,7 +104,10 @@ def header(path) -> dict:
     if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:
-            return json.loads(file.read(HEADER))
+            found = json.loads(file.read(HEADER))
+        if not isinstance(found, dict):
+            raise ValueError("it is no table")
+        return found
     except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, OSError, EOFError) as e:
         raise ConfigError(f"{path}: damaged: its header cannot be read ({type(e).__name__}: {e})") from None
 

@@ -220,7 +220,7 @@ class Explained:
             self.shares[i] = number(dot(own, whole)) / size
 
     def _weights(self):
-        weigh = make_loss_weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
+        weigh, _ = make_loss_weigher(self.replay.s.spec, self.done.batch, self.done.prepared.columns)
         return [(mini, weigh(mini.sequences)) for mini in self.done.prepared.layout.update.minibatches]
 
     def _gradient(self, state, weights, chosen) -> dict:

@@ -248,8 +248,8 @@ class Plan:
         Raises ConfigError for an option that would change the meaning of the record.
         """
         held = files.read_config(self.folder / files.FOLDER, self._config(step))
-        newest = read_json(self.folder / "config.json").get("config", held)
-        asked, then, last = editable(self.config), flat(held), flat(newest)
+        newest = read_json(self.folder / "config.json").get("config")
+        asked, then, last = editable(self.config), flat(held), flat(newest if isinstance(newest, dict) else held)
         for name, value in flat(redacted(self.config)).items():
             if value == last.get(name) and name in then and then[name] != value and name in options():
                 put(asked, name, then[name])

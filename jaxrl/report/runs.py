@@ -57,8 +57,9 @@ def read_run(folder) -> Run:
     if not held and not lines.exists():
         raise ConfigError(f"{folder} is not a run directory; name the folder that has config.json and metrics.jsonl")
     series, broken = _series(lines) if lines.exists() else ({}, 0)
-    versions = {k: str(v) for k, v in held.get("versions", {}).items()}
-    return Run(folder, folder.resolve().name, flat(held.get("config", {})), versions, summary, series, broken)
+    config, versions = (held[k] if isinstance(held.get(k), dict) else {} for k in ("config", "versions"))
+    versions = {k: str(v) for k, v in versions.items()}
+    return Run(folder, folder.resolve().name, flat(config), versions, summary, series, broken)
 
 
 def _series(path: Path) -> tuple[dict, int]:

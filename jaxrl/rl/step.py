@@ -233,7 +233,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
       meanwhile: called after each optimizer step was dispatched.
     """
     traj, a, pending = policy.shown(batch.traj), spec.algorithm, []
-    weigh = make_loss_weigher(spec, batch, prepared.columns)
+    weigh, masked_fractions = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
@@ -241,18 +241,18 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
             weights = weigh(minibatch.sequences)
             packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
-            pending.append(metrics | weigh.masked_fractions)
+            pending.append(metrics | masked_fractions)
             meanwhile()
     return pending
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns a function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64} for one batch.
+    """Returns (function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64}, metric -> share of
+    the batch's loss tokens that its mask leaves out) for one batch.
 
     Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
     sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
-    moment, covariance, ratio of the completion). Masked tokens stay in the denominators. The function's attribute
-    `masked_fractions` maps a metric to the share of the batch's loss tokens that its mask leaves out.
+    moment, covariance, ratio of the completion). Masked tokens stay in the denominators.
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch.
@@ -270,8 +270,7 @@ def make_loss_weigher(spec, batch, columns):
     weigh = functools.partial(training.loss_weights, traj, aggregation=a.aggregation, chunk=a.aggregation_sequences,
                               max_tokens=a.aggregation_constant or c.rollout.max_new_tokens, dropped=dropped, keep=keep,
                               positive=positive)
-    weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
-    return weigh
+    return weigh, {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
 
 
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:

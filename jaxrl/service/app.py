@@ -286,9 +286,14 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
     digest: of the base's parameters.
     """
+    from jaxrl.telemetry.run_dir import read_json
+
     file = folder / "base.json"
     now = {"digest": digest, "alpha": options.alpha, "rank": options.rank, "unembed": options.unembed}
-    was = json.loads(file.read_text("utf-8")) if file.exists() else now
+    was = read_json(file) if file.exists() else now
+    if not was.keys() >= {"digest", "alpha", "rank"}:
+        raise ConfigError(f"{file}: damaged: it does not name the base model of the runs in its folder; restore it, or "
+                          "choose another --dir")
     if was["digest"] != digest:
         raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
                           "dtype of it); name that one, or choose another --dir")

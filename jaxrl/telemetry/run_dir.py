@@ -67,11 +67,12 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """Returns the content of a JSON file; {} if it is missing or unreadable."""
+    """Returns the table in a JSON file; {} if the file is missing, unreadable or holds something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_config(run_dir, config, derived: dict | None = None) -> Path:

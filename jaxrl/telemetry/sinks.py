@@ -57,9 +57,10 @@ class JsonLines:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError):
                 break  # cut off by a kill or a full disk: nothing after it can be trusted
-            if not line.endswith(b"\n") or row["step"] > last_step:
+            if not line.endswith(b"\n") or step > last_step:
                 break
             count, newest = count + 1, row
         if count < len(lines):

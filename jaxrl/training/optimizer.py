@@ -82,7 +82,7 @@ _NAMED = {
     "lion": lambda c: optax.scale_by_lion(c.b1, c.b2),
     "adafactor": lambda c: optax.scale_by_factored_rms(),
 }
-_DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
+DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
 BY_NUMBER = ("adamw", "adam", "sgd", "lion")  # the update of a number reads no other number of the parameter
 BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at most its own parameter
 
@@ -95,8 +95,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
     multiplier, weight_decay: value}; the first match wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
-    Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone, so weight
-    decay, b1, b2 and eps of the config do not reach it.
+    Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone:
+    resolve.checks refuses weight_decay, b1, b2 and eps beside it.
 
     Args:
       config: config.optimizer.
@@ -129,7 +129,7 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
         if config.name not in _NAMED:
             return _imported(config.name)(learning_rate=lambda i: multiplier * schedule(i))
         parts = [_NAMED[config.name](config)]
-        if config.name in _DECOUPLED_DECAY and decay:
+        if config.name in DECOUPLED_DECAY and decay:
             parts.append(optax.add_decayed_weights(decay, mask=decays))
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 

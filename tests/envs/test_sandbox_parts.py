@@ -117,6 +117,13 @@ def test_limits_alone_say_so(caplog, limits_alone, monkeypatch):
     assert len(caplog.records) == 1 and "is not a sandbox" in caplog.text
 
 
+def test_processor_time_is_rounded_up_to_whole_seconds(limits_alone):
+    """0.4 s is neither no limit nor 0, and no limit is shorter than what was asked for."""
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0])"
+    for asked, whole in ((0.4, 1), (1.0, 1), (1.4, 2)):
+        assert python(program, cpu_seconds=asked).stdout == f"{whole}\n" and Limits(cpu_seconds=asked).whole_cpu_seconds == whole
+
+
 @pytest.mark.full
 def test_each_limit_is_told(limits_alone):
     limits_alone(seconds=1.0)

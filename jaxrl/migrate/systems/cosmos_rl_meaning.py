@@ -381,8 +381,6 @@ def optimizer(m: Migration):
     """
     o, names = TRAIN + "optm_", {"AdamW": "adamw", "Adam": "adam"}
     m.set("optimizer.name", m.choice(o + "name", names) or "adamw", o + "name")
-    if m.text(o + "name") == "Adam" and m.number(o + "weight_decay"):
-        m.differs("torch's Adam adds the weight decay to the gradient; here it is AdamW's, beside it")
     tables = {s.key[len(o + "lr.") :]: s.value for s in m.all(o + "lr.**")}
     rates = [tables["global"]] if "global" in tables else m.list(o + "lr")
     key = o + ("lr.global" if "global" in tables else "lr")
