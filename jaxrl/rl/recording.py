@@ -32,7 +32,7 @@ COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a 
 
 class Recording:
     """Records the steps of a run that record.* selects. Deletes, when it is made, the records of later steps than the
-    run's.
+    run's (also without record.every), and writes the config beside the others.
 
     Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
 
@@ -105,8 +105,8 @@ class Recording:
         files.keep_newest(self.folder, self.options.last)
 
     def summary(self) -> dict:
-        """Returns the entry `record` of summary.json: steps, bytes and tokens recorded, bytes per token; {} if
-        nothing was."""
+        """Returns the entry `record` of summary.json: steps, bytes and tokens that this process wrote, bytes per token;
+        {} if it wrote none."""
         if not self.steps:
             return {}
         return {"record": {"steps": self.steps, "bytes": self.bytes, "tokens": self.tokens,

@@ -33,6 +33,11 @@ class Roles:
     Args:
       job: run.setup.Job. total_steps: RL steps of the whole run, for schedules.
 
+    Attributes:
+      critic, reference: roles.critic.Critic and roles.reference.Reference, or None where the algorithm needs none.
+      loss: training.PolicyGradient. score: the policy's log-probs (`scorer`).
+      updates_per_step: optimizer steps of an RL step. old_source: algorithm.old_logprobs as resolved.
+
     Raises:
       ConfigError: an algorithm option does not fit the model.
     """
@@ -115,10 +120,11 @@ class Roles:
           traj: Trajectories of the batch. layout: training.Layout to score it in.
 
         Returns:
-          name -> [T] float32 log-probs in nats (behaviour, old, ref), `support` [T, K] int32, `behind_image` [T]
-          float32 (1 or 0) where rows may have images, and `routes` [T, n * K] int16 where the update replays routes:
-          sampled routes, which proximal log-probs replay too, or the routes of the pass for proximal log-probs. With
-          `support` all log-probs are of the distribution cut to it."""
+          name -> [T] float32 log-probs in nats (behaviour; old unless old_logprobs is "current"; ref with a
+          reference), `support` [T, K] int32, `behind_image` [T] float32 (1 or 0) where rows may have images, and
+          `routes` [T, n * K] int16 where the update replays routes: sampled routes, which proximal log-probs replay
+          too, or the routes of the pass for proximal log-probs. With `support` all log-probs are of the distribution
+          cut to it."""
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}

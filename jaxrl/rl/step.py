@@ -197,7 +197,7 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     Args:
       spec: the job's Spec. roles: policy and critic, whose states it replaces.
       batch: rl.rollouts.Batch. prepared: of `prepare`.
-      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched,
+      step: completed steps of the run. meanwhile: called after each optimizer step of the policy was dispatched,
         while the device works.
 
     Returns:
@@ -279,7 +279,8 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
     values.
 
     Values and the KL (nats, before kl.coef) are means over loss tokens; accuracy/train is the share of completions
-    whose raw reward reaches reward.pass_mark, an absent one counting as below it.
+    whose raw reward reaches reward.pass_mark, an absent one counting as below it. It is left out where
+    eval.accuracy_from names a reward of evaluation alone.
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch. prepared: of `prepare`.

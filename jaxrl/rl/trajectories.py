@@ -63,7 +63,7 @@ def make_requests(
 
 
 def collect(requests, results, max_sequence_tokens: int = 0, images=None) -> Trajectories:
-    """Builds Trajectories from N Request and their N Result, in request order.
+    """Builds Trajectories from N Request and their N Result, at least one, in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
     a turn opens another. The columns are those of types.Trajectories.
