@@ -114,8 +114,13 @@ class Checkpointer:
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes visible;
         flushes files that must not be older than the checkpoint.
-      uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one. Up
-        to checkpoint.keep checkpoints that are still to be sent are not deleted.
+      uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one if it
+        wants all. Up to checkpoint.keep checkpoints that are still to be sent are not deleted.
+
+    Attributes:
+      committed: newest step of this run with a whole checkpoint on disk, or None. best: None, or the step whose
+        checkpoint `prune` keeps, set by the session. completed: steps whose saves ended; the session takes them out.
+      unchecked: whether a save was begun whose end `check` has not seen.
     """
 
     def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None,
@@ -163,7 +168,8 @@ class Checkpointer:
                           "(twice the checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
 
     def save(self, step: int, arrays, host: dict) -> bool:
-        """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already.
+        """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already. Collective. The first
+        call sets aside the checkpoints later than the one that `restore` took.
 
         Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; if
         the disk fails later, that is logged and counted (`failed_since_last_call`), and the next call raises any other
@@ -240,7 +246,7 @@ class Checkpointer:
                               f"{self.directory} and rerun the same command to resume from there")
 
     def failed_since_last_call(self) -> bool:
-        """Returns whether the disk has refused a save since the last call."""
+        """Returns whether the disk has refused a save since the last call and the last save that succeeded."""
         before, self._failures_reported = self._failures_reported, self._failures
         return self._failures > before
 

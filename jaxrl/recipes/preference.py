@@ -255,7 +255,8 @@ def with_prompt_sets(job):
 def evaluate_only(s, job, losses: Losses, score) -> dict:
     """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
 
-    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only.
+    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only. Records of the sets of prompts replace
+    those of an earlier evaluation at the same step.
 
     losses: of the job. score: (params, traj, layout) -> [T] float32 log-probs in nats."""
     role = Role("policy", job, score)

@@ -183,7 +183,7 @@ class Policy(Role):
         self.state = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
-        """Writes a Hugging Face folder, in checkpoint.export_dtype.
+        """Writes a Hugging Face folder, in checkpoint.export_dtype; one that is there is replaced. Collective.
 
         It holds the merged model, or with lora.export=adapter the adapter in PEFT's files; each of an adapter set is in
         a subfolder of its name."""
