@@ -137,7 +137,7 @@ class RewardModel(Role):
         """Adds the part `reward_model` with its weight: the score after the last token of each trajectory. Collective.
 
         Of several sequences of a trajectory it reads the last. A sequence without tokens or of more than
-        `longest_scored` has no score, nor has one whose score is not finite: NaN in the part, which counts as a failure.
+        `longest_scored` has no score, nor has one whose score is not finite: NaN in the part, and counted as a failure.
 
         Args:
           traj: N trajectories. examples, texts: row and completion text of each.
