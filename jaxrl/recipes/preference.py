@@ -253,7 +253,7 @@ def with_prompt_sets(job):
 
 
 def evaluate_only(s, job, losses: Losses, score) -> dict:
-    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
+    """Runs run.mode=eval: evaluates what rl.evaluation.publish_latest loads, a checkpoint or the model of the config.
 
     Returns the content of summary.json. Raises as rl.evaluation.evaluate_only. Records of the sets of prompts replace
     those of an earlier evaluation at the same step.

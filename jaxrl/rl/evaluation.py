@@ -267,8 +267,8 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_latest(s, job):
-    """Loads the latest checkpoint's weights, or else the model of the config, and publishes them to the engine if there
-    is one.
+    """Loads the weights of the checkpoint that run.resume chooses (auto: the latest of run.dir), or else the model of
+    the config, and publishes them to the engine if there is one.
 
     Also sets the session's progress from the checkpoint and opens telemetry, which then writes no metrics.
 
@@ -306,8 +306,8 @@ def publish_latest(s, job):
 
 
 def evaluate_only(s, job) -> dict:
-    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config; writes the
-    records and prints the metrics.
+    """Runs run.mode=eval: evaluates what `publish_latest` loads, a checkpoint or else the model of the config; writes
+    the records and prints the metrics.
 
     s, job: session and job. Returns the content of summary.json: "evaluated", where the weights are from, and "eval",
     the metrics as `summary` nests them, {"sets": {}} after a stop. Records that an earlier evaluation wrote stay.

@@ -381,8 +381,8 @@ class Rollouts:
 def pass_rates(rows, config) -> dict[int, float]:
     """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
 
-    That reward is eval.accuracy_from, or the completion's first where it lacks that one. Completions without any reward
-    are not counted, groups of such completions left out.
+    That reward is eval.accuracy_from, or the completion's first function where that one does not apply to it.
+    Completions to which that function gave no score are not counted, groups of such completions left out.
 
     rows: of Round. config: of the job.
     """

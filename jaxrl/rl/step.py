@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     the KL is not subtracted from the reward."""
 
     layout: StepLayout
-    columns: dict[str, np.ndarray]  # [T] by name
+    columns: dict[str, np.ndarray]  # [T, ...] by name
     advantages: Any  # Advantages
     values: np.ndarray | None  # [T] of the critic
     kl: np.ndarray | None  # [T], where it is subtracted from the reward
@@ -167,7 +167,7 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
       batch: rl.rollouts.Batch. layout: of `lay_out`.
 
     Returns:
-      Prepared, whose columns are what `learn` packs: [T] by name, log-probs in nats, advantages as float32.
+      Prepared, whose columns are what `learn` packs: [T, ...] by name, log-probs in nats, advantages as float32.
 
     Raises:
       ConfigError: a user's advantage function failed.
@@ -249,10 +249,11 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
 def make_loss_weigher(spec, batch, columns):
     """Returns a function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64} for one batch.
 
-    Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
-    sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
-    moment, covariance, ratio of the completion). Masked tokens stay in the denominators. The function's attribute
-    `masked_fractions` maps a metric to the share of the batch's loss tokens that its mask leaves out.
+    Those of "policy" are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that
+    dynamic sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared
+    prefix, second moment, covariance, ratio of the completion). Masked tokens stay in the denominators. "token" and,
+    with positive_nll_coef, "positive" are token means without these masks (training.loss_weights). The function's
+    attribute `masked_fractions` maps a metric to the share of the batch's loss tokens that its mask leaves out.
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch.
