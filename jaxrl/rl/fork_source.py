@@ -233,9 +233,9 @@ class ForkSource:
 
 
 class CachedEngine(Engine):
-    """An engine that takes results from a ForkSource where it has them and passes other requests on.
+    """An engine that takes results from a ForkSource (`fork`) where it has them and passes other requests to `engine`.
 
-    See protocol.Engine for the methods.
+    See protocol.Engine for the methods; those that are not defined here are the wrapped engine's.
     """
 
     def __init__(self, engine, fork: ForkSource):

@@ -266,7 +266,7 @@ class Session:
         return f"step {self.step + 1}, weights {self.step}"
 
     def together(self, what: str, work):
-        """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
+        """Runs work() and returns its result; None on every process if it is None (a stop) on any. Collective (`what`).
         With several processes a None stops the run (`stopping`), and later calls run work() but return None.
 
         A RunStopped or TimeoutError of one process (failed rewards, a late completion) is raised on all, on the others
