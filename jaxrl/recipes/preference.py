@@ -230,8 +230,8 @@ class HeldOutEvaluation:
         """Returns the metrics of the sets of pairs or labels.
 
         They are `eval/<set>/<metric of a step>`; with other pictures (`eval/<set><control>/...`) `loss` and `accuracy`
-        alone. `eval/preference_accuracy` is the share of correctly ordered pairs over the pairs of all sets, without
-        controls; it is absent if there are no pairs.
+        alone. `eval/preference_accuracy` is the share of correctly ordered pairs (ties count half) over the pairs of
+        all sets, without controls; it is absent if there are no pairs.
         """
         out, right, pairs = {}, 0.0, 0
         for name, step in self.steps.items():

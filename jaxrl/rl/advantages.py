@@ -37,8 +37,8 @@ class Advantages(NamedTuple):
 
     An estimator alone may leave numbers in `tokens` outside the loss mask and in trajectories without a score;
     `advantages` sets them to 0. zero_signal is decided before whitening and clipping: for turn, gigpo and dpo by the
-    advantages, for the others by the scores alone (algorithms.group_advantages), whatever KL, critic or user's function
-    add."""
+    advantages; for the others by algorithms.group_advantages of the scores (of outcome and of a user's function less
+    their KL), whatever the estimator makes of them."""
 
     tokens: np.ndarray  # [T] float64; of `advantages` 0 outside the loss mask and in trajectories without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent

@@ -28,8 +28,8 @@ class Step:
     Attributes:
       number: completed steps; 0 for the evaluation before the first step.
       total: steps the run aims at.
-      metrics: name -> float, the last line of metrics.jsonl; {} before the first. In on_end that of an evaluation after
-        the last step is left out (on_evaluation gets it).
+      metrics: name -> float, the last line of metrics.jsonl; {} before the first. In on_end it lacks the metrics of an
+        evaluation after the last step, which on_evaluation gets.
       samples: records of the step's training completions, as in rollouts/ (prompt, completion, answer, score, reward,
         advantage, tokens ...); [] for jobs that sample none, for step 0 and in on_end.
       run_dir: the run's directory.
