@@ -91,6 +91,10 @@ class ForkSource:
 
     Args:
       s: the fork's session. spec: its Spec; fork.run is the recorded run.
+
+    Attributes:
+      policy: the fork's Policy, which the recipe sets before the first `on_publish`.
+      last_identical_version: -1 before a comparison found equal weights. diverged: whether one found others.
     """
 
     policy: Policy  # the fork's; the recipe sets it

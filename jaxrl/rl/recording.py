@@ -163,7 +163,8 @@ class Group(NamedTuple):
 
 
 def restore_batch(record) -> Batch:
-    """Rebuilds the Batch of a recorded step, with the fields that its update reads. record: records.files.Record."""
+    """Rebuilds the Batch of a recorded step, with the fields that its update reads: without texts, images and metrics.
+    record: records.files.Record."""
     traj, tokens, reward = record.part("traj"), record.part("token"), record.part("reward")
     fields = {field.name for field in dataclasses.fields(Trajectories)}
     parts = {name: reward[name] for name in record.header["rewards"]}

@@ -107,7 +107,8 @@ def open_teacher(job):
 
 
 class LocalTeacher(Role):
-    """A frozen teacher on devices of the run (mesh.roles.teacher), in teacher.dtype.
+    """A frozen teacher on devices of the run (mesh.roles.teacher), in teacher.dtype; its weights are loaded when it is
+    made.
 
     Raises ConfigError if its positions do not reach the run's longest sequence, or if distill.top_k exceeds the ids
     that teacher and student share.
