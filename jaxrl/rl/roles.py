@@ -82,7 +82,8 @@ class Roles:
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The parameters that train, with their optimizer: a Policy, made on first use."""
+        """The parameters that train, with their optimizer: a Policy, made on first use, when the reference gets it. A
+        recipe may set its own instead, before that; a reference then needs its `policy` set, too."""
         policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
         if self.reference is not None:
             self.reference.policy = policy
