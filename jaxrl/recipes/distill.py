@@ -183,7 +183,7 @@ class MixedRows:
         return int(position * self.share)
 
     def position(self, number: int) -> int:
-        """Returns the position of the `number`-th row that the student completes."""
+        """Returns the position of the `number`-th row, from 0, that the student completes; its share must not be 0."""
         return -int(-(number + 1) // self.share) - 1
 
     def is_on_policy(self, position: int) -> bool:

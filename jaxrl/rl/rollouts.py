@@ -373,8 +373,8 @@ class Rollouts:
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 
     def arrays(self):
-        """Returns the arrays that belong to the last `host`: number of a process -> its encoded completions, [bytes]
-        uint8."""
+        """Returns the arrays that belong to the last `host` that was not None: number of a process -> its encoded
+        completions, [bytes] uint8."""
         return {str(i): np.frombuffer(p, np.uint8) for i, p in enumerate(self._payloads)}
 
 

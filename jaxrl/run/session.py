@@ -526,7 +526,7 @@ class Session:
         self.policy.start(arrays)
 
     def report(self) -> None:
-        """Writes report.html if log.report is set."""
+        """Writes report.html, on process 0, if log.report is set."""
         if self.spec.log.report and self.peers.first:
             report_of(self.run_dir)
 

@@ -83,7 +83,7 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
-    # RowShapes of scoring; row_shapes itself unless train.score_tokens_per_microbatch is set
+    # RowShapes of scoring; equal to row_shapes unless train.score_tokens_per_microbatch is set
     score_shapes: Any
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
     # Added by open_run: rewards of training and of evaluation, held-out sets, stream of training rows, engine.
