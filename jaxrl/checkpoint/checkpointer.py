@@ -73,7 +73,7 @@ HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written or used. The message names the path and the remedy."""
+    """A checkpoint that is missing or cannot be used. The message names the path and the remedy."""
 
 
 class SavesFailed(RunStopped):

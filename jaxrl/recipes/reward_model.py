@@ -86,7 +86,8 @@ def scoring(job: Job) -> ScoringJob:
 class Scorer(Policy):
     """The reward model that trains, with optimizer and update program.
 
-    updates: optimizer steps of the run, for the learning rate's schedule.
+    job: ScoringJob, whose `tree` names its parameters. updates: optimizer steps of the run, for the learning rate's
+    schedule.
     """
 
     def __init__(self, job: ScoringJob, updates: int):

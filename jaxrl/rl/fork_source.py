@@ -33,7 +33,7 @@ class RecordedStep:
     Attributes:
       rows: (group, sample) -> number of the completion.
       scores: address of what reward functions were passed (items.address) -> number of the completion.
-      functions: name -> RewardPool.keys() of the recorded run.
+      functions: name of a reward function of the recorded run -> its key (RewardPool.keys).
       changed_options: sampling options whose values differ from the fork's.
       usable: the record has its sampling options, and none of these differ.
     """

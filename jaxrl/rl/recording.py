@@ -143,7 +143,11 @@ def batch_arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def batch_header(batch: Batch) -> dict:
-    """Returns the parts of a batch that are not arrays, as a JSON-able dict."""
+    """Returns the parts of a batch that are not arrays, as a JSON-able dict.
+
+    "asked" and "cursor"; "rewards", names of the parts; "by", the result's; per completion "sources", "outcomes" other
+    than "ok", and "noted", its metrics by function.
+    """
     return {"asked": batch.asked, "cursor": batch.cursor, "rewards": list(batch.result.parts), "by": batch.result.by,
             "sources": [getattr(g.example, "source", "") for g in batch.groups],
             "outcomes": [{name: text for name, text in own.items() if text != "ok"} for own in batch.result.outcomes],

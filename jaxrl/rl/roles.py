@@ -65,8 +65,8 @@ class Roles:
             self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """Returns score(params, traj, layout) -> [T] float32 log-probs of the sampled tokens in nats, 0 at other
-        tokens, compiled for a role's devices.
+        """Returns score(params, traj, layout) -> [T] float32 log-probs of the sampled tokens in nats, at
+        reference.training_temperature, 0 at other tokens, compiled for a role's devices.
 
         The policy has its adapters, any other role none. With algorithm.routes=scored the policy's returns a dict,
         "logprob" [T] float32 and "routes" [T, n * K] int16, instead (training.score.make_score).

@@ -329,9 +329,8 @@ class Session:
 
     def before_first_step(self, evaluate) -> None:
         """Evaluates before the first step with eval.before, or at a resume if a stop left an evaluation due; or prints
-        why the run has no steps left.
-
-        evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
+        why the run has no steps left. evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty
+        after a stop; None = no sets. Raises ConfigError if these lack eval.metric."""
         if self.ended_by:
             self.say(f"this run was ended at step {self.step} by {self.ended_by}; to continue, set a larger "
                      "eval.patience, or 0")
@@ -361,7 +360,8 @@ class Session:
           export: folder -> None, writes the model there.
           records: dicts of the step's completions, for callbacks.
 
-        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), and what evaluate and export raise."""
+        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), ConfigError if an evaluation lacks
+        eval.metric, and what evaluate and export raise."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False

@@ -286,8 +286,8 @@ def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """Opens the job of a Session: all inputs, devices and model, then the engine, without weights, if with_engine is
-    set and something is to be completed (without it no rewards either). Raises ConfigError."""
+    """Opens the job of a Session: all inputs, devices and model, then the engine, without weights, and the reward model
+    if with_engine is set and something is to be completed (without it no rewards either). Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
     if job.images is not None:
