@@ -397,8 +397,8 @@ class Checkpointer:
           resume: as in `restore`, which then uses this result.
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was
-            named; an unknown format.
+          CheckpointError: nothing to resume under `must` or at the path; all damaged; a damaged checkpoint that was
+            named; an unknown format; a process cannot see it.
         """
         chosen = self._choose_together(resume)
         self._cached_choice = (resume, chosen)
@@ -452,8 +452,8 @@ class Checkpointer:
           partial: leaves that `abstract` lacks are not read (evaluation needs no optimizer state).
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; names,
-            shapes or dtypes that differ; an unknown format.
+          CheckpointError: nothing to resume under `must` or at the path; all damaged; a damaged checkpoint that was
+            named; names, shapes or dtypes that differ; an unknown format; a process cannot see it.
         """
         known, self._cached_choice = self._cached_choice, None
         chosen = known[1] if known and known[0] == resume else self._choose_together(resume)

@@ -64,7 +64,8 @@ def check_failures(env, step: int, outcomes, requested: int) -> None:
 
 def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> dict[str, float]:
     """Returns the metrics of a step's episodes: turns, segments (sequences), observed tokens, calls, seconds, absences.
-    All but absences and env/turns_max are means over the episodes in traj.
+    All but absences and env/turns_max are means over the episodes in traj. Observed tokens are those outside the loss
+    and the first prompt, the prompts of later sequences among them.
 
     Args:
       traj: Trajectories of the episodes. outcomes: protocol.Outcome of each.

@@ -32,7 +32,7 @@ COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a 
 
 class Recording:
     """Records the steps of a run that record.* selects. Deletes, when it is made, the records of later steps than the
-    run's (also without record.every), and writes the config beside the others.
+    run's, also without record.every; with it, writes the config there.
 
     Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
 

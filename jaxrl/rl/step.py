@@ -123,8 +123,8 @@ def one_step(loop: Loop) -> StepResult | None:
 
 
 def next_while_resting(s: Session, job: Job, policy, rollouts: Rollouts, progress):
-    """Samples the next batch while the policy rests in host memory; afterwards the sampler rests, if mesh.roles says
-    so.
+    """Samples the next batch while the policy rests in host memory, if it does (Role.rests); afterwards the sampler
+    rests, if Job.rests says so.
 
     Returns what `rollouts.next(progress)` returns: a Batch, or None if a stop was requested."""
     with policy.resting(job.engine):

@@ -246,7 +246,8 @@ COLUMNS = {"tokens": "tokens", "logprobs": "logprobs", "kept": "log_kept_mass", 
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
-    """Encodes engine results and a JSON-able `meta` as bytes, for other processes and checkpoints."""
+    """Encodes engine results and a JSON-able `meta` as bytes, for other processes and checkpoints. Where some results
+    have a support, one without must have no tokens."""
     columns = COLUMNS if results else {}
     flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
     if support := [r.support for r in results if r.support is not None]:  # an aborted result may have none
