@@ -71,10 +71,10 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     """Completes and scores all rows of all eval sets with the engine's weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
-    unweighted and unshaped; with several samples, the mean over them (mean@k). A completion without that reward counts
-    as not accurate; failed_fraction is the share of these. Metrics over all sets weigh every row equally. Blind
-    controls (eval.controls) are scored as further sets, outside the metrics over all sets. A control, and all sets
-    together, have accuracy, mean@k and pass@k alone. At least one set is needed.
+    unweighted and unshaped; with several samples, the mean over them (mean@k). A completion without that reward, also
+    of a row that other functions score, counts as not accurate; failed_fraction is the share of these. Metrics over all
+    sets weigh every row equally. Blind controls (eval.controls) are scored as further sets, outside the metrics over
+    all sets. A control, and all sets together, have accuracy, mean@k and pass@k alone. At least one set is needed.
 
     Args:
       s, job: session and job.

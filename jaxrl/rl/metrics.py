@@ -18,8 +18,8 @@ log = logging.getLogger("jaxrl")
 def accuracy_rewards(spec, result):
     """Returns the raw values, float64 [N], of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
 
-    Those of the first reward where eval.accuracy_from is empty or used in evaluation only. result: RewardResult with at
-    least one reward.
+    Those of the first reward where eval.accuracy_from is empty or used in evaluation only. It is one reward for all
+    completions: NaN also for rows that other functions score. result: RewardResult with at least one reward.
     """
     return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
