@@ -83,7 +83,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compares two configs (plain dicts, as `redacted` returns them).
 
     Options that one side lacks (another version of jaxrl) are compared with the schema's default; those that this jaxrl
-    does not have are accepted.
+    does not have are accepted. `refusal_reason` says which changes are refused; that of data.prompts_per_step is, too,
+    where rows depend on the step (`scheduled`).
 
     Returns:
       (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if

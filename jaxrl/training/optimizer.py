@@ -39,9 +39,10 @@ def make_schedule(config, total_updates: int):
     """Returns the learning rate as a function of the number of applied updates.
 
     Linear warm-up from warmup_start * lr to lr (the first update already moves: update i of w, from 0, uses (i + 1) / w
-    of the way), then constant; linear or cosine, both to floor * lr over decay_steps, by default all remaining updates;
-    or wsd: constant and a decay to floor * lr over the last decay_steps, by default a tenth of the run, shaped by
-    decay_shape.
+    of the way), then constant; linear or cosine, both to floor * lr over decay_steps, by default all remaining updates,
+    and constant from there; or wsd: constant and a decay to floor * lr over the last decay_steps, by default a tenth of
+    the run, shaped by decay_shape. A decay that is longer than the rest of the run begins after the warm-up and is not
+    finished at the end.
 
     Args:
       config: config.optimizer.
