@@ -177,8 +177,8 @@ class Trajectories:
         reward     [T] float64      episodes              reward of a turn, at its last sampled token
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
 
-    Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
-    per trajectory without `prefix`. Derived arrays are int64; `trajectory` and `prefix` are never None afterwards.
+    Raises ValueError, when made, unless `trajectory` has Q numbers that count 0 to N - 1 in ascending order, and for a
+    given `trajectory` without `prefix`. Derived arrays are int64; `trajectory` and `prefix` are never None afterwards.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)

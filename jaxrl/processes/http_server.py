@@ -65,7 +65,8 @@ class Request(NamedTuple):
         return key.strip() if kind.lower() == "bearer" else ""
 
     def has_key(self, key: str) -> bool:
-        """Returns whether the request carries this key, compared in constant time."""
+        """Returns whether the request carries this key, compared in constant time. A request without a key carries
+        ""."""
         return hmac.compare_digest(self.bearer.encode(), key.encode())
 
 
@@ -125,7 +126,7 @@ class Server:
     _loop: asyncio.AbstractEventLoop  # once it serves
 
     def run(self) -> None:
-        """Handles requests until `close`, or Ctrl-C."""
+        """Handles requests until `close`; Ctrl-C in the main thread ends it with KeyboardInterrupt."""
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self.serve())
 
@@ -136,7 +137,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Closes all connections. Any thread may call it, also twice."""
+        """Closes all connections, and waits for the thread of `start`. Any other thread may call it, also twice."""
         with self._lock:
             self._closed = True
             if self._serving is None:

@@ -36,7 +36,8 @@ class Look(NamedTuple):
     sample: Any
 
     def on_host(self) -> Look:
-        """Returns the fingerprint with hashes and sample as host arrays, whole on every process."""
+        """Returns the fingerprint with hashes and sample as host arrays, whole on every process. Not for one
+        that is on the host already."""
         whole = lambda parts: np.concatenate([np.asarray(x) for x in parts])  # noqa: E731
         return Look(self.names, whole(self.hashes), whole(self.sample))
 
