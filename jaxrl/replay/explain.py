@@ -370,7 +370,7 @@ class Explained:
 
 
 def shortened(text: str) -> str:
-    """Returns the repr of a text, cut to 60 characters."""
+    """Returns the repr of a text that is cut to 60 characters."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 

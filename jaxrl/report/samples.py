@@ -235,8 +235,9 @@ class TokenTexts:
 
 
 def tokenizer_file(run: Run) -> Path | None:
-    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path: of a folder,
-    of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is downloaded.
+    """Returns a tokenizer file of the run's exports, of export* the last by name, else that of model.tokenizer or
+    model.path: of a folder, of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is
+    downloaded.
     """
     own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
            *run.folder.glob("*/export/tokenizer.json")]

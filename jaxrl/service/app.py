@@ -137,8 +137,8 @@ def _seconds(text: str) -> float | None:
 def config_of(options: Options):
     """Returns the config (editable) of the base, the devices and the sampler.
 
-    Raises ConfigError for an unknown option in options.config, and for --rank=0 with train.param_dtype other than
-    fp32."""
+    Raises ConfigError for an unknown option or a wrong value in options.config, and for --rank=0 with train.param_dtype
+    other than fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
@@ -282,9 +282,8 @@ def with_sight(options: Options, spec, inputs):
 
 
 def check_folder(folder: Path, options: Options, digest: str) -> None:
-    """Notes what the runs of a folder depend on, or raises ConfigError if it differs from what was noted.
-
-    digest: of the base's parameters.
+    """Notes what the runs of a folder depend on, in base.json, or raises ConfigError if it differs from what was noted;
+    a rank above the noted one takes its place. The folder must exist. digest: of the base's parameters.
     """
     file = folder / "base.json"
     now = {"digest": digest, "alpha": options.alpha, "rank": options.rank, "unembed": options.unembed}

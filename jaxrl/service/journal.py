@@ -67,7 +67,8 @@ class Journal:
 
     def append(self, header: dict, body: bytes = b"") -> None:
         """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing, also
-        if the disk did not take earlier records in the background."""
+        if the disk did not take earlier records in the background. A file with a damaged end has to be compacted
+        before: records behind that end are not read."""
         data = _encoded(header, body)
         with self._lock:
             if self._failure is not None:

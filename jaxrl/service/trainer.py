@@ -236,7 +236,8 @@ class Trainer:
     def start(self, options: LoraOptions) -> Run:
         """Starts a run: A drawn from the seed, B zero.
 
-        Raises Refused (422) for a rank that is not served, or an adapter on an output matrix that has none here."""
+        Raises Refused (422) for a rank that is not served, options that leave nothing to train, or an adapter on an
+        output matrix that has none here."""
         if not 1 <= options.rank <= self.rank:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
                           f"with --rank={max(options.rank, 0)}" + " to train all parameters" * (options.rank == 0))

@@ -144,7 +144,8 @@ def require_free(run_dir, lock: bool = True) -> None:
 class Lock:
     """Held while a run writes its directory; the system releases it however the process ends.
 
-    Raises ConfigError if another process holds it. On a file system without locks there is none.
+    Raises ConfigError if another process, or another Lock of this one, holds it. On a file system without locks there
+    is none.
     """
 
     def __init__(self, run_dir: Path):
