@@ -253,7 +253,8 @@ class GracefulStop:
             raise InterruptedAtStart(signal.Signals[self.reason])
 
     def request(self, reason: str) -> None:
-        """Sets the flag, as a signal would. The first reason is kept."""
+        """Sets the flag and raises nothing; the first reason is kept. Only after `started`, which takes the reason for
+        the name of a signal."""
         self.reason = self.reason or reason
 
     @property

@@ -228,8 +228,8 @@ def _greet(place: Place, seconds: float) -> JoinWatch:
 class JoinWatch:
     """Watches the connections of the greeted processes while jax joins them.
 
-    A connection that ends before its process reports that jax is up ends this process, with the other's name on
-    standard error, since the main thread waits inside jax.
+    A connection that ends before its process reports that jax is up ends this process with status 1 and the other's
+    name on standard error, since the main thread waits inside jax.
 
     Args:
       connections: process -> its connection; process 0 has all, the others that of process 0.

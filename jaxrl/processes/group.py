@@ -310,7 +310,8 @@ class Watch(threading.Thread):
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
     def run(self) -> None:
-        """Writes this process's heartbeat and reads those of others until `stop`; the body of the watch's thread."""
+        """Writes this process's heartbeat, reads those of others in process 0, and reads posts of failures and stops,
+        until `stop` or, GRACE_SECONDS after a failure, the end of the process; the body of the watch's thread."""
         peers, client, number, end = self.peers, self.peers._client, 0, float("inf")
         self._beats = {i: ("", time.monotonic()) for i in range(peers.count) if i}
         while not self._stop_asked.wait(self.beat):

@@ -94,7 +94,8 @@ class Server:
 
     Args:
       host, port: where it listens; "" = all addresses, port 0 = a free one (see `self.port`).
-      admit: called with a request without its body. Returns None, or the reply that refuses it.
+      admit: called, in the server's loop, with a request without its body; must not block. Returns None, or the reply
+        that refuses it.
       answer: called with the whole admitted request, returns the reply: a coroutine function, or a function that runs
         in a thread. If it raises, the reply has status 500 and the error's text.
       longest_body: largest body in bytes; a larger one is refused with status 413.

@@ -45,7 +45,7 @@ class Look(NamedTuple):
 def look_at(states: dict, frozen: bool = False) -> Look:
     """Computes the fingerprint of TrainStates; dispatches programs and waits for none.
 
-    Arrays without elements are left out.
+    Arrays without elements are left out; names are <name of the state>/<path>. All processes of the mesh call it.
 
     states: name -> TrainState. frozen: also fingerprint frozen parameters, which some updates change."""
     names, hashes, sample = [], [], []

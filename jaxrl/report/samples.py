@@ -154,8 +154,8 @@ def _cut(text) -> str:
 
 
 class TokenTexts:
-    """Texts of a run's tokens, by the tokenizer in its export, in its model's folder or in the download cache;
-    without one, completions are shown as plain text.
+    """Texts of a run's tokens, by its tokenizer (`tokenizer_file`); without one that can be read, completions are shown
+    as plain text.
     """
 
     def __init__(self, run: Run):

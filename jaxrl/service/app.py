@@ -229,7 +229,9 @@ def build(options: Options, keys: dict[str, str] | None = None) -> Server:
 
 
 def full_files(job):
-    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders."""
+    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders.
+
+    Written in float32. job: of `open_base`."""
     from jaxrl.models.io import hf
     from jaxrl.models.parameters import flattened
     from jaxrl.roles import parameters
@@ -305,7 +307,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
 
 def serve(server: Server, options: Options) -> None:
-    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs.
+    """Answers requests until SIGTERM or SIGINT, then closes the engine. The calling thread, which must be the main one,
+    handles these signals and issues all device programs.
 
     Raises ConfigError if the port is taken, OSError if a result or snapshot cannot be written."""
     import uvicorn

@@ -46,6 +46,9 @@ class Journal:
     Args:
       sync: seconds within which the disk has a record; 0 = before `append` returns; None = when the system writes it.
 
+    Attributes:
+      path: of the file. bytes: its size.
+
     Raises ConfigError if another process has it.
     """
 

@@ -411,7 +411,7 @@ class Trainer:
         return lambda *each: stack[next(iter(each[0])).endswith("/scale")](*each), take
 
     def empty_window(self, run: Run) -> None:
-        """Drops the gradients that were not applied."""
+        """Drops the gradients that were not applied, and their sum of losses."""
         run.window, run.loss = None, 0.0
 
     def optim_step(self, run: Run, settings: AdamSettings) -> dict[str, float]:
@@ -441,7 +441,8 @@ class Trainer:
         return {name: np.array(to_host(x)) for name, x in {**run.state.trainable, **run.state.frozen}.items()}
 
     def arrays(self, run: Run) -> dict[str, np.ndarray]:
-        """Returns copies of everything that a run needs to go on: "adapter/<name>", moments, "window/<name>"."""
+        """Returns host copies of all arrays of a run: "adapter/<name>", those of `moments`, "window/<name>". Its
+        options and its sum of losses are not among them."""
         out = {f"adapter/{name}": x for name, x in self.leaves(run).items()} | self.moments(run)
         return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
 

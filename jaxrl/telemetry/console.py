@@ -27,6 +27,9 @@ class Progress:
 
     Args:
       total_steps: what the run aims at. clock: seconds, monotonic.
+
+    Attributes:
+      total: total_steps; may be set later. step: the last completed one, 0 before. begin: clock at the start.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
@@ -196,7 +199,7 @@ def sample_verdict(record: dict) -> str:
 
 
 def encodes(stream, text: str) -> bool:
-    """Returns whether a stream can show a text; it cannot if a locale's encoding is not UTF-8."""
+    """Returns whether a stream's encoding has all characters of a text; without an encoding it counts as UTF-8."""
     try:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -57,7 +57,8 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Returns strict JSON of `jsonable(value)`; without `indent` always on one line."""
+    """Returns strict JSON of `jsonable(value)`; the keys True, False and None may be "true", "false" and "null" in it.
+    Without `indent` always on one line."""
     encode = functools.partial(json.dumps, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
         text = encode(value, default=jsonable)  # in C; rollouts are long

@@ -61,7 +61,7 @@ class Telemetry:
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
 
     Attributes:
-      console: what shows the run. earlier_rollouts: steps whose rollouts/ files were there at the start.
+      run_dir: Path. console: what shows the run. earlier_rollouts: steps whose rollouts/ files were there at the start.
     """
 
     def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False,
