@@ -31,8 +31,8 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     text is cut in its middle to MAX_TEXT_CHARS. Parts without rows are left out.
 
     Args:
-      runs: whose first and last evaluations are shown, too. steps: requested training steps; None for at most STEPS
-        evenly spaced ones.
+      runs: whose first and last evaluations are shown, too. steps: requested training steps, of which those without a
+        file are left out; None for at most STEPS evenly spaced ones.
     """
     chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
     speak, out = [TokenTexts(run) for run in runs], []

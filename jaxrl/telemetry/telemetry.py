@@ -162,8 +162,8 @@ class Telemetry:
             self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action
-        reports its failures itself.
+        """Runs an action in the thread that writes rollouts, before the next `flush` returns; not in a silent
+        telemetry. The action reports its failures itself. Raises OSError as `rollouts` does.
         """
         if not self._silent:
             self._later("rollouts", action)
