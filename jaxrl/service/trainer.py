@@ -417,8 +417,8 @@ class Trainer:
     def optim_step(self, run: Run, settings: AdamSettings) -> dict[str, float]:
         """Applies the gradients of the window, a sum over its forward_backward calls, and empties it.
 
-        Returns {"optim/grad_norm": global L2 norm, "optim/step": steps of the run}. Raises Refused (422) without
-        gradients, and if they are not finite; nothing is applied then, and the window is empty."""
+        Returns {"optim/grad_norm": global L2 norm before clipping, "optim/step": steps of the run}. Raises Refused
+        (422) without gradients, and if they are not finite; nothing is applied then, and the window is empty."""
         if run.window is None:
             raise Refused(422, "optim_step: there are no gradients; call forward_backward before it")
         old = run.state.opt_state.settings
