@@ -92,8 +92,9 @@ class Operations:
     number, 429 if too many bytes wait, 503 while the server stops; and OSError if the journal cannot be written.
 
     Attributes:
-      sessions, models, samplers, promises: by id or name. recorded: name -> result, set by service.recovery while it
-        replays a journal, to which nothing is written then; else None.
+      sessions, models, samplers, promises: by id or name. snapshots: of the worker. most_versions: of weights that the
+        sampler keeps. recorded: name -> result, set by service.recovery while it replays a journal, to which nothing is
+        written then; else None.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,

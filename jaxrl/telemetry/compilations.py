@@ -59,6 +59,9 @@ class Compilations:
 class BackgroundCompiler:
     """Compiles programs, by key, in background threads, in the order in which they were queued. The process has one
     thread for every four cores, at least one and at most four: the main work needs the other cores.
+
+    Attributes:
+      coming: key -> Future of each program that was queued and not taken.
     """
 
     _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BACKGROUND)

@@ -109,6 +109,9 @@ class IdleMechanisms:
 
     Args:
       chosen: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
+
+    Attributes:
+      watched: Mechanism -> steps in a row that it did nothing, of those that no warning named yet.
     """
 
     def __init__(self, chosen: dict):
