@@ -36,10 +36,11 @@ def find_place(options, environ=os.environ) -> Place | None:
     """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
 
     options: config.launch; its `hosts` chooses the source. With auto, launch.coordinator, launch.processes above 1 or
-    $JAXRL_COORDINATOR make it explicit; launch.process or $JAXRL_PROCESSES alone are not looked at.
+    $JAXRL_COORDINATOR make it explicit (kubernetes, if $JOB_COMPLETION_INDEX is there); launch.process or
+    $JAXRL_PROCESSES alone are not looked at.
 
-    Raises ConfigError if the source lacks a value, for a coordinator that is not host:port, and for a rank beyond the
-    number of processes; ValueError for a variable that is no number.
+    Raises ConfigError if the source lacks a value, and, except for tpu, for a coordinator that is not host:port and a
+    rank beyond the number of processes; ValueError for a variable that is no number.
     """
     choice = options.hosts
     if choice == "auto":

@@ -551,7 +551,8 @@ class Operations:
             self._keep(session.version, self.trainer.fitted(leaves))
 
     def cancel_future(self, body: dict) -> None:
-        """Ends sampling that nobody waits for. An unknown request_id changes nothing. Raises Refused as `asample`."""
+        """Ends sampling that nobody waits for; an unknown request_id changes nothing. Raises Refused: 422 for another
+        body, 503 while the server stops."""
         name = bodies.read("cancel_future", body)["request_id"]
         if name in self.promises and self._sees(name):
             self.worker.post(Task("cancel_future", lambda _: self.sampler.cancel(name), Future()))
