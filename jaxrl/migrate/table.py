@@ -240,7 +240,7 @@ class Migration:
         return value.at(self.table.versions, self.version) if isinstance(value, Since) else value
 
     def __getitem__(self, name: str):
-        """Returns the source's value (null too), else the default, None without a row. Raises Unreadable for MISSING."""
+        """Returns the source's value (null too), or its default, None without a row. Raises Unreadable for MISSING."""
         if found := self.all(name):
             return found[-1].value
         value = self.default(name)

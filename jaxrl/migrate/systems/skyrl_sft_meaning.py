@@ -37,7 +37,8 @@ def batch(m: Migration):
 
 def length_of_run(m: Migration):
     """Sets train.steps from num_steps, else data.epochs (with data.drop_last=False) from num_epochs; max_training_steps
-    bounds train.steps in both. With neither number of steps it notes that a schedule falls over all updates here."""
+    bounds train.steps in both. With neither number of steps it notes of a schedule that is not constant that it falls
+    over all updates here."""
     steps, most = m.integer("num_steps"), m.integer("max_training_steps")
     epochs = m.integer("num_epochs")
     if steps:

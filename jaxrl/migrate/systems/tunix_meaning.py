@@ -560,7 +560,8 @@ def dtypes(m: Migration):
 
 
 def memory(m: Migration):
-    """Sets train.tokens_per_microbatch and train.score_tokens_per_microbatch, for one data shard."""
+    """Sets train.tokens_per_microbatch and, if it is another, train.score_tokens_per_microbatch, for one data shard, by
+    the micro-batches in prompts (rounded up to whole sequences); where one is not set, nothing for it."""
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
     size, group = m.integer(key), m.options["rollout.group_size"][0]
