@@ -473,7 +473,7 @@ def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
 
 def reward_file(m: Migration, text: str, *keys: str) -> str:
     """Adds the file NAME_reward.py, whose text has a function `score`, beside the config, and sets reward.functions to
-    it by these keys. Returns the file's name."""
+    it by these keys. The text of an earlier call is replaced. Returns the file's name."""
     file = f"{m.name}_reward.py"
     m.files[file] = text
     m.set("reward.functions", (f"./{file}:score",), *keys)

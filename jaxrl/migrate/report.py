@@ -114,8 +114,8 @@ HELPERS = {  # functions of a config file, where it needs them
 
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
     """Returns (a value as Python text, the names of the HELPERS that it calls). files: those that are written into the
-    config's folder, now or by a file there; `./FILE` of these, and variables such as $HOME, are filled in when the
-    config is loaded."""
+    config's folder, now or by a file there; `./FILE` of these, ~/ at the start and variables such as $HOME are filled
+    in when the config is loaded, but none in a Literal. inf is the bare name, which a config file does not have."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):

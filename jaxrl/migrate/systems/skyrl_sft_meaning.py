@@ -120,8 +120,8 @@ def evaluation(m: Migration):
 def layout(m: Migration):
     """Sets mesh.* from the sizes of Megatron or FSDP, and mesh.roles.policy rest=streamed for FSDP's cpu_offload.
 
-    GPUs are nodes x GPUs per node if the source sets one of them, else --gpus. Raises Unreadable for another strategy
-    than megatron, fsdp and fsdp2.
+    GPUs are nodes x GPUs per node if the source sets one of them, else --gpus, else their defaults. Raises Unreadable
+    for another strategy than megatron, fsdp and fsdp2.
     """
     nodes, per = (m.integer(key) for key in PLACE)
     devices.count_gpus(m, nodes * per if any(map(m.given, PLACE)) else 0, nodes * per)
