@@ -104,8 +104,8 @@ def frozen_dtype(m: Migration, option: str, computed: str, *keys: str, held: str
     has one. computed, held: the source's dtypes of its computation and of its weights; held "" = computed.
 
     The option is bf16 if one of the two is bf16, auto or not known, else fp32: a bf16 cast at each use gives bf16's
-    numbers. A computation in another dtype than the job's train.compute_dtype is a known difference, if DTYPES has it.
-    """
+    numbers. A computation in another dtype than the job's train.compute_dtype is a known difference; auto and unknown
+    ones are none."""
     role = option.removesuffix(".dtype")
     if not _has(m, role):
         return

@@ -67,7 +67,8 @@ def pixels(m: Migration, least: str, most: str) -> None:
 
 def without(m: Migration) -> None:
     """Removes the patterns of a vision tower from model.frozen and model.trainable, of a model whose name and options
-    say that it has none. Marks all keys of such an option inert, also where other patterns stay in it."""
+    say that it has none. Marks the keys that set such an option inert, also where other patterns stay in
+    it."""
     for option in ("model.frozen", "model.trainable"):
         found, keys = m.options.get(option, ((), ()))
         kept = tuple(p for p in found if not str(p).startswith("vision/"))

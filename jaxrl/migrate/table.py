@@ -46,8 +46,8 @@ class Key:
     ones. also: its names in other versions. kind: one of KINDS but unknown. to: the jaxrl option that a row outside of
     a Joint sets, "" = none. by: value -> value of that option, None = the same. default: the source's, a Since where it
     changed; MISSING: the source does not run without it. why: for the report. fine: of unsupported and ask keys, values
-    that ask for nothing, as null, empty values of an ask key and an unsupported key's default do. refuse: whether other
-    values of that key refuse the job. other, beside: another legal value, settings where it matters, for tests."""
+    that ask for nothing, as null, empty text, an ask key's [] and {}, an unsupported key's default do. refuse: whether
+    an unsupported key's other values refuse the job. other, beside: another legal value, settings where it matters."""
 
     name: str
     kind: str = "exact"

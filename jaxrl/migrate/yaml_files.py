@@ -59,8 +59,8 @@ class YamlReader:
 
     def include(self, path: Path, entry, package: str, where: str, depth: int) -> list[Setting]:
         """Returns the settings of one entry of a defaults list: name, group: name, group@package: name; override and
-        optional before it. A file that is not at hand is noted and gives []; hydra's own groups, null and a list of
-        names give [] without a note. @_global_ is read as @_here_: below `package`."""
+        optional before it. A file that is not at hand is noted and gives []; hydra's own groups, null and
+        what is no single name (a list) give [] without a note. @_global_ is read as @_here_: below `package`."""
         if isinstance(entry, dict) and len(entry) == 1:
             group, name = next(iter(entry.items()))
         else:

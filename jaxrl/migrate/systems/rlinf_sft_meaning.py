@@ -132,7 +132,8 @@ def pipeline(m: Migration):
 
 def lengths(m: Migration):
     """Sets the longest prompt and completion from data.max_prompt_length, which RLinf's class for these rows does not
-    apply: here a longer prompt is an error, and a longer row is left out. Raises Unreadable for less than 2."""
+    apply: here a longer prompt is an error, and a longer row is left out. Without it (unset, 0) it is 8192, and the
+    user is asked. Raises Unreadable for other numbers below 2."""
     key = DATA + "max_prompt_length"
     supervised.sequence(m, m.integer(key), key, cut="filter")
     m.set("data.overlong_prompt", "error", key)
