@@ -47,7 +47,7 @@ class Key:
     a Joint sets, "" = none. by: value -> value of that option, None = the same. default: the source's, a Since where it
     changed; MISSING: the source does not run without it. why: for the report. fine: of unsupported and ask keys, values
     that ask for nothing, as null, empty text, an ask key's [] and {}, an unsupported key's default do. refuse: whether
-    an unsupported key's other values refuse the job. other, beside: another legal value, settings where it matters."""
+    an unsupported key's other values refuse the job. other, beside: for tests, another legal value, its settings."""
 
     name: str
     kind: str = "exact"

@@ -214,8 +214,8 @@ def _evaluates(m: Migration) -> bool:
 
 
 def evaluation(m: Migration):
-    """Sets eval.every_steps to runner.val_check_interval, eval.after, eval.max_new_tokens (128 at most) and the reward,
-    a file that compares a greedy completion with the held-out row's.
+    """Sets eval.every_steps to runner.val_check_interval, eval.before=False, eval.after, eval.max_new_tokens (128 at
+    most) and the reward, a file that compares a greedy completion with the held-out row's.
 
     Without held-out rows or an interval above 0 there is no evaluation, nor with Megatron, whose worker in RLinf
     evaluates nothing.

@@ -138,9 +138,9 @@ def layout(m: Migration):
 
 
 def saving(m: Migration):
-    """Sets run.dir, checkpoint.every_steps, export_every_steps and keep, and run.resume: auto for resume_from=latest,
-    else never. Without ckpt_path there are no checkpoints. A path in resume_from is asked for as an export, as SkyRL's
-    checkpoints are not read."""
+    """Sets run.dir, checkpoint.every_steps, every_minutes=0, export_every_steps and keep, and run.resume: auto for
+    resume_from=latest, else never. Without ckpt_path there are no checkpoints. A path in resume_from is asked for as
+    an export, as SkyRL's checkpoints are not read."""
     if m.text("ckpt_path"):
         m.set("run.dir", m.text("ckpt_path").rstrip("/"), "ckpt_path")
     common.triggers(m, "checkpoint.export_every_steps", m.integer("hf_save_interval"), "hf_save_interval")
