@@ -313,11 +313,11 @@ def parse(tests, entry_point: str = "") -> Tests:
         except json.JSONDecodeError:
             return _python(tests, entry_point)
     if isinstance(tests, dict) and "inputs" in tests:
-        inputs, wanted = tests["inputs"], tests.get("outputs")
-        for column, values in (("inputs", inputs), ("outputs", wanted)):
-            if not isinstance(values, (list, tuple)):
-                raise ValueError(f"the row's tests have {column}={str(values)[:40]}: write a list, with one entry for "
-                                 "each test")
+        for column in ("inputs", "outputs"):
+            if not isinstance(tests.get(column), (list, tuple)):
+                raise ValueError(f"the row's tests have {column}={str(tests.get(column))[:40]}: write a list, with one "
+                                 "entry for each test")
+        inputs, wanted = tests["inputs"], tests["outputs"]
         if len(inputs) != len(wanted):
             raise ValueError(f"the row's tests have {len(inputs)} inputs and {len(wanted)} outputs: write one output "
                              "for each input")
