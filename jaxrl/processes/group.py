@@ -89,11 +89,18 @@ def _slurm(options, environ) -> Place:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
+    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login'].
+
+    Raises ConfigError for a part between brackets that is neither a number nor a rising range.
+    """
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
-            first, _, last = part.partition("-")
+            found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
+            first, last = (found[1], found[2]) if found else ("", None)
+            if ranges and (not found or int(last or first) < int(first)):
+                raise ConfigError(f"SLURM_STEP_NODELIST={text!r}: {part!r} is no number and no rising range; set it "
+                                  "right, or launch.hosts=explicit with launch.coordinator, processes and process")
             numbers = range(int(first), int(last) + 1) if last else [first]
             out += [f"{prefix}{n if isinstance(n, str) else str(n).zfill(len(first))}{suffix}" for n in numbers]
     return out

@@ -362,7 +362,7 @@ def _places(text: str, total: int) -> list[int] | None:
     found: list[int] = []
     for part in text.split(","):
         place = PLACE.fullmatch(part.strip())
-        if not place or int(place[2] or 0) > 100_000:
+        if not place or not int(place[1]) <= int(place[2] or place[1]) <= 100_000:
             return None
         found += range(int(place[1]), int(place[2] or place[1]) + 1)
     return found
@@ -377,7 +377,7 @@ def cluster(m: Migration) -> int:
 
 def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
     """Returns ({component: its devices} of texts such as 'actor,rollout: all', ""), or ({}, key) for the first key
-    whose value is not all, 0-3 or 0,2. total: how many devices `all` is."""
+    whose value is not all, 0-3 or 0,2 (ranges that end before they begin are none). total: how many devices `all` is."""
     out: dict[str, list[int]] = {}
     for s in m.all(PLACEMENT):
         found = _places(str(s.value).strip(), total)
