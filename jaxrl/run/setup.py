@@ -342,8 +342,8 @@ def check_kernels(s, job) -> None:
     for op, names in wrong.items():
         distrust(op, names)
         for name, why in names.items():
-            log.warning("%s: %s does not agree with the reference on this device (%s); the next implementation runs. "
-                        "Report it with the file that jaxrl doctor writes", op, name, why)
+            log.warning("%s: %s does not agree with the reference on this device, or failed (%s); the next "
+                        "implementation runs. Report it with the file that jaxrl doctor writes", op, name, why)
 
 
 class ModelInputs(NamedTuple):
