@@ -51,7 +51,7 @@ def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
 
     meta: JSON-able. arrays: by name, of any shape and of a dtype without Python objects.
     """
-    arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+    arrays = {name: np.asarray(a) for name, a in arrays.items()}
     head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
                                                 a in arrays.items()]}).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *(a.tobytes() for a in arrays.values())])

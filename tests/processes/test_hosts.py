@@ -234,6 +234,12 @@ def test_results_survive_the_journey():
     assert results_from_bytes(results_to_bytes([], [1])) == ([], [1])
 
 
+def test_arrays_of_any_shape_survive_the_journey():
+    sent = {"scalar": np.array(1.5), "turned": np.arange(6).reshape(2, 3).T, "none": np.zeros((0, 2))}
+    _, back = exchange.decode(exchange.encode({}, sent))
+    assert all(back[name].shape == a.shape and np.array_equal(back[name], a) for name, a in sent.items())
+
+
 def test_every_group_has_one_owner_and_slots_are_shared():
     assert sorted(p for i in range(3) for p in range(10) if exchange.owner_process(p, 3) == i) == list(range(10))
     c = default_config()

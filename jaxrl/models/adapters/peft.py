@@ -472,7 +472,7 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
              for name, (entry, index) in saved.items()}
     out = {name: array.astype(dtype) for name, array in out.items()}
     out |= {PREFIX + outer_name(model, name): array for name, array in parts.join_arrays(model.base, saved).items()}
-    return {name: np.ascontiguousarray(array.astype(own.get(name, array.dtype))) for name, array in out.items()}
+    return {name: np.asarray(array.astype(own.get(name, array.dtype)), order="C") for name, array in out.items()}
 
 
 def _on_host(array) -> np.ndarray:
