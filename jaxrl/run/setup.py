@@ -409,7 +409,7 @@ def check_weights(config, inputs: ModelInputs) -> None:
             try:
                 check(table, source_of(path), config[role].revision)
             except ConfigError as e:
-                raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
+                raise hf.error_of(f"{role}.path", path, e) from None
 
 
 def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:

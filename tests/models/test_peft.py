@@ -297,6 +297,10 @@ def test_a_folder_that_means_something_else_is_refused(path, folder, tmp_path, e
 
 
 def test_a_folder_without_its_files_or_of_another_model_is_refused(path, folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"^lora.path='nobody/nothing' \(revision main\) is no folder and cannot be fetched"):
+        cases.our_model(path, cases.options(path="nobody/nothing"))
+    with pytest.raises(ConfigError, match="^lora.path='./nothing': no such folder"):
+        cases.our_model(path, cases.options(path="./nothing"))
     with pytest.raises(ConfigError, match="no adapter_config.json"):
         cases.our_model(path, cases.options(path=str(tmp_path)))
     (tmp_path / peft.CONFIG).write_bytes((folder / peft.CONFIG).read_bytes())

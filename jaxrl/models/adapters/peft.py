@@ -111,7 +111,10 @@ def source(path: str) -> Source:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = hf.folder_of(path, patterns=(CONFIG, WEIGHTS))
+        try:
+            folder = hf.folder_of(path, patterns=(CONFIG, WEIGHTS))
+        except ConfigError as e:
+            raise hf.error_of("lora.path", path, e) from None
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"lora.path={path!r}: no {name}; give a folder that PEFT's save_pretrained wrote"
