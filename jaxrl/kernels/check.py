@@ -355,7 +355,8 @@ def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None
 
 def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]:
     """Calls looked(name) -> verdicts for implementations that are not known yet by this op, device, source and case."""
-    known = {key: text for key, text in _read(memory).items() if not text or " wrong: " in text}  # no failures, once kept
+    # Without failures, which earlier versions kept.
+    known = {key: text for key, text in _read(memory).items() if not text or " wrong: " in text}
     wrong = {}
     for name in names:
         key = _key(op, name, packages, case)

@@ -111,8 +111,10 @@ def open_case(config) -> Case:
     """Builds the case of a config.
 
     With run.warm_start the model is that run's; adapters (lora.rank or lora.path) are left out, and the full training
-    is planned. The config is not changed. Raises ConfigError for an impossible target, model or mesh, for a model that the engine
-    does not serve, and for plan.image_tokens that the model or a prompt cannot have.
+    is planned. The config is not changed.
+
+    Raises ConfigError for an impossible target, model or mesh, for a model that the engine does not serve, and for
+    plan.image_tokens that the model or a prompt cannot have.
     """
     targets.parse(config.plan.target)
     config, adapters = _with_warm_start(config), lora_on(config)

@@ -356,7 +356,7 @@ PLACE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def _places(text: str, total: int) -> list[int] | None:
-    """Devices of 'all', '0-3', '0,2'; None: it is none of these."""
+    """Devices of 'all', '0-3', '0,2'; None: it is none of these, or a range ends before it begins."""
     if text == "all":
         return list(range(total))
     found: list[int] = []
@@ -377,7 +377,7 @@ def cluster(m: Migration) -> int:
 
 def placed(m: Migration, total: int) -> tuple[dict[str, list[int]], str]:
     """Returns ({component: its devices} of texts such as 'actor,rollout: all', ""), or ({}, key) for the first key
-    whose value is not all, 0-3 or 0,2 (ranges that end before they begin are none). total: how many devices `all` is."""
+    whose value is not all, 0-3 or 0,2. total: how many devices `all` is."""
     out: dict[str, list[int]] = {}
     for s in m.all(PLACEMENT):
         found = _places(str(s.value).strip(), total)

@@ -45,8 +45,8 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
 
     revision: of the hub, None = main. patterns: of the file names that are fetched.
 
-    Raises ConfigError if `path` is no folder and no hub id, or the hub's snapshot is neither here nor can be fetched; it
-    names model.path (`error_of`: another option).
+    Raises ConfigError if `path` is no folder and no hub id, or the hub's snapshot is neither here nor can be fetched.
+    It names model.path (`error_of`: another option).
     """
     if Path(path).is_dir():
         return Path(path)

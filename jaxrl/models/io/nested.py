@@ -180,7 +180,8 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
     """Returns (tensors to write, whether it is a folder of several parts).
 
     They are the model's, under the source's names, and the source's other tensors. If the source folder is gone, a
-    warning is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied untrained.
+    warning is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied
+    untrained.
 
     Args:
       planned: the model's tensors.
