@@ -170,9 +170,9 @@ class Model:
                 return recurrent.INITIAL[entry.row.init](key, entry)
             if entry.row.init in constants:
                 return jnp.full(entry.shape, constants[entry.row.init], jnp.float32)
-            std = self.config.init_std
-            if entry.path[0] == "vision" and self.config.vision.init_std is not None:
-                std = self.config.vision.init_std
+            std, tower = self.config.init_std, self.config.vision
+            if entry.path[0] == "vision" and tower is not None and tower.init_std is not None:
+                std = tower.init_std
             arrays = [drawn[name] * std for name in entry.hf_names]
             return jnp.stack(arrays).reshape(entry.shape) if entry.stacked else arrays[0]
 
