@@ -115,7 +115,8 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     if config.env.image_tokens and config.episodes:
         if refused:
             images.close()
-            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet; "
+                              "change one of them")
         images.use(f"env.image_tokens={config.env.image_tokens}")
     return images
 
@@ -219,6 +220,7 @@ def _refused(spec) -> str:
     for name, does_not in (("run.recipe", not known),
                            ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
                            ("fork.run", bool(spec.fork.run)),
+                           ("lora.init", spec.lora.init == "eva" and spec.run.mode == "train"),  # it reads text alone
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"

@@ -342,8 +342,8 @@ def check_kernels(s, job) -> None:
     for op, names in wrong.items():
         distrust(op, names)
         for name, why in names.items():
-            log.warning("%s: %s does not agree with the reference on this device (%s); the next implementation runs. "
-                        "Report it with the file that jaxrl doctor writes", op, name, why)
+            log.warning("%s: %s does not agree with the reference on this device, or failed (%s); the next "
+                        "implementation runs. Report it with the file that jaxrl doctor writes", op, name, why)
 
 
 class ModelInputs(NamedTuple):
@@ -409,7 +409,7 @@ def check_weights(config, inputs: ModelInputs) -> None:
             try:
                 check(table, source_of(path), config[role].revision)
             except ConfigError as e:
-                raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
+                raise hf.error_of(f"{role}.path", path, e) from None
 
 
 def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:

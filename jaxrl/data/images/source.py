@@ -153,8 +153,8 @@ class ImageSource:
 
     def _check(self, messages, found) -> None:
         if self.refused:
-            raise ConfigError(f"the data holds images, and {self.refused} does not train on images yet; "
-                              "data.image_column='' and prompts without image parts leave them out")
+            raise ConfigError(f"the data holds images, and {self.refused} does not train on images yet; change "
+                              "it, or leave images out with data.image_column='' and prompts without image parts")
         if self.cuts:
             raise ConfigError(f"{self.cuts[0]} could cut the data's images in two; choose another policy")
         if len(found) > self.most:
