@@ -221,12 +221,14 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def fit(value, kind: dict):
-    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems
-    and additionalProperties are read.
+def fit(value, kind: dict, strict: bool = False):
+    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems,
+    properties and additionalProperties are read.
 
-    3.0 becomes 3 where an integer is the only type allowed, 3 becomes 3.0 for a number; text is never converted.
-    Raises BadArguments naming the expected type."""
+    Of several types or options the first that fits is taken. 3.0 becomes 3 for an integer if nothing else fits, 3
+    becomes 3.0 for a number; text is never converted.
+
+    strict: 3.0 is not an integer, because another option may fit. Raises BadArguments naming the expected types."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:
@@ -235,12 +237,17 @@ def fit(value, kind: dict):
                 return choice
         raise BadArguments(f"one of {', '.join(map(json.dumps, kind['enum']))}")
     options = kind.get("anyOf") or [kind | {"type": t} for t in _type_names(kind)]
-    for option in options:
-        if (fitting := _fit(value, option, len(options) > 1)) is not None:
-            return fitting[0]
     if not options:
         return value
-    raise BadArguments(" or ".join(dict.fromkeys(str(o.get("type", "another value")) for o in options)))
+    if len(options) == 1:
+        return _fit(value, options[0], strict)
+    for strictly in (True,) if strict else (True, False):
+        for option in options:
+            try:
+                return _fit(value, option, strictly)
+            except BadArguments:
+                pass
+    raise BadArguments(" or ".join(dict.fromkeys(map(_kind_name, options))))
 
 
 def _type_names(kind: dict) -> list[str]:
@@ -249,34 +256,39 @@ def _type_names(kind: dict) -> list[str]:
     return sorted([names] if isinstance(names, str) else names, key=lambda name: name == "number")
 
 
-def _fit(value, kind: dict, strict: bool) -> tuple | None:
-    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it
-    may be another kind.
-    """
+def _kind_name(kind: dict) -> str:
+    name, inner = kind.get("type", "another value"), _inner(kind.get("items"))
+    if name == "array" and "type" in inner:
+        return f"array of {_kind_name(inner)}"
+    return name if isinstance(name, str) else " or ".join(name)
+
+
+def _fit(value, kind: dict, strict: bool):
+    """Returns the value converted to one option of a schema, as `fit`. Raises BadArguments if it is of another kind."""
     name = kind.get("type")
-    if isinstance(name, list) or "anyOf" in kind or "enum" in kind:
+    if not isinstance(name, str) or "anyOf" in kind or "enum" in kind or kind.get("nullable") and value is None:
+        return fit(value, kind, strict)
+    if name == "integer" and isinstance(value, float) and value.is_integer() and not strict:
+        return int(value)
+    if name == "number" and isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
-            return (fit(value, kind),)
-        except BadArguments:
-            return None
-    if name == "integer":
-        whole = isinstance(value, float) and value.is_integer() and not strict
-        return (int(value),) if whole or isinstance(value, int) and not isinstance(value, bool) else None
-    if name == "number":
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return None
-        try:
-            return (float(value),)
+            return float(value)
         except OverflowError:  # an integer beyond the float range
-            return None
+            raise BadArguments(name) from None
     if name == "array" and isinstance(value, list):
-        wanted = kind.get("prefixItems", [kind.get("items", {})] * len(value))
+        wanted = kind.get("prefixItems", [kind.get("items")] * len(value))
         if len(wanted) != len(value):
             raise BadArguments(f"a list of {len(wanted)}")
-        return ([fit(v, k) for v, k in zip(value, wanted, strict=True)],)
+        return [fit(v, _inner(k), strict) for v, k in zip(value, wanted, strict=True)]
     if name == "object" and isinstance(value, dict):
-        return ({k: fit(v, kind.get("additionalProperties", {})) for k, v in value.items()},)
-    if name is None:
-        return (value,)
-    simple = {"string": str, "boolean": bool, "null": type(None)}.get(name)
-    return (value,) if simple and isinstance(value, simple) else None
+        own, others = kind.get("properties") or {}, kind.get("additionalProperties")
+        return {k: fit(v, _inner(own.get(k, others)), strict) for k, v in value.items()}
+    simple = {"string": str, "boolean": bool, "null": type(None), "integer": int}.get(name)
+    if simple is None or not isinstance(value, simple) or isinstance(value, bool) and simple is int:
+        raise BadArguments(_kind_name(kind))
+    return value
+
+
+def _inner(kind) -> dict:
+    """Returns the schema of a part; {} where there is none, or true or false in its place."""
+    return kind if isinstance(kind, dict) else {}
