@@ -122,16 +122,19 @@ def schema(fn) -> dict:
 
     A description that ends with (choices: [...]), a JSON list, allows these values alone.
 
-    Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
-    passed by name, or a type that is not defined or that no call can hold. ValueError for choices that are not JSON."""
+    Raises TypeError with a remedy: no docstring or signature, a parameter without a type or a description, one that
+    cannot be passed by name, a type that is not defined or that no call can hold, or choices that are not a JSON
+    list."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:
-        hints = typing.get_type_hints(fn)
-    except NameError as e:
+        hints, signature = typing.get_type_hints(fn), inspect.signature(fn)
+    except (NameError, AttributeError, SyntaxError) as e:
         raise TypeError(f"tool {name!r}: a type of its arguments is not defined: {e}") from None
+    except ValueError as e:  # a function of C
+        raise TypeError(f"tool {name!r} has no signature; wrap it in a function with typed parameters: {e}") from None
     properties, required = {}, []
-    for key, parameter in inspect.signature(fn).parameters.items():
+    for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"tool {name!r}: parameter {key!r} cannot be passed by name; use plain parameters")
         if key not in hints:
@@ -140,8 +143,8 @@ def schema(fn) -> dict:
         if key not in described:
             raise TypeError(f"tool {name!r}: parameter {key!r} is not described; add a line '{key}: ...' below"
                             " 'Args:' in the docstring")
-        properties[key] = _type(hints[key], f"tool {name!r}: parameter {key!r}")
-        properties[key] |= _described(described[key])
+        where = f"tool {name!r}: parameter {key!r}"
+        properties[key] = _type(hints[key], where) | _described(described[key], where)
         if parameter.default is parameter.empty:
             required.append(key)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
@@ -174,12 +177,20 @@ def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
             "\n".join(parts.get("Returns:", ())).strip())
 
 
-def _described(text: str) -> dict:
-    """Returns the schema part of a description, with the allowed values if it ends with (choices: [...])."""
+def _described(text: str, where: str) -> dict:
+    """Returns the schema part of a description, with the allowed values if it ends with (choices: [...]). where: prefix
+    of messages."""
     found = re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE)
     if not found:
         return {"description": text}
-    choices = [c.strip() if isinstance(c, str) else c for c in json.loads(found.group(1))]
+    try:
+        values = json.loads(found.group(1))
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not values:
+        raise TypeError(f"{where} has the choices {found.group(1)}, which are not a JSON list of values; write (choices: "
+                        '["a", "b"])')
+    choices = [c.strip() if isinstance(c, str) else c for c in values]
     return {"enum": choices, "description": text[:found.start()].strip()}
 
 
@@ -192,9 +203,11 @@ def _type(hint, where: str) -> dict:
         return {"type": SIMPLE[hint]}
     if origin in (typing.Union, types.UnionType):
         return _union([_type(t, where) for t in inner if t is not type(None)], type(None) in inner)
-    if origin is typing.Literal:
+    if origin is typing.Literal and all(type(v) in SIMPLE for v in inner):
         kinds = list(dict.fromkeys(SIMPLE[type(v)] for v in inner))
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(inner)}
+    if not inner and hint in (typing.List, typing.Tuple, typing.Dict):  # noqa: UP006
+        return {"type": SIMPLE[origin]}
     if origin is list:
         return {"type": "array", "items": _type(inner[0], where)}
     if origin is tuple and ... not in inner:

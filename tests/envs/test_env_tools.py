@@ -142,6 +142,19 @@ def test_arguments_fit_the_schemas_of_other_programs():
         fit([None], schema_of(list[int] | list[str]))
 
 
+@pytest.mark.parametrize("kind, described, words", [
+    (str, "x (choices: [a, b])", r"parameter 'a' has the choices \[a, b\], .*write \(choices: \["), (str, "x (choices: 3)", "the choices 3"),
+    (Literal[b"x"], "x", "is of type .*which no call can hold"), ("no.such", "x", "not defined"), ("int or", "x", "not defined")])
+def test_types_and_choices_that_no_schema_has_are_named(kind, described, words):
+    def tool(a: kind):
+        pass
+
+    tool.__doc__ = f"T.\n\nArgs:\n    a: {described}\n"
+    with pytest.raises(TypeError, match=words):
+        Tool(tool)
+    assert schema_of(typing.List) == {"type": "array", "description": "x"}  # noqa: UP006
+
+
 def schema_of(kind):
     def tool(a: kind):
         """T.
