@@ -151,17 +151,20 @@ class _Program:
 
 
 def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
-    """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing.
+    """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing. A test that has
+    passed or failed in a round is not run in later ones.
 
     In the first round the table is empty, so what fails there fails without the program: it raises, and may take half
     of the judge's seconds. From the second round on the asserts use the program's values: a limit, a dead judge, a
     call that is not carried or too many rounds fail the tests that are not passed by then.
     """
-    task = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_free_names(tests)), "table": []}
+    task = {"setup": tests.setup, "names": sorted(_free_names(tests)), "table": []}
     left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
     for round_ in range(MAX_ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
         try:
+        waiting = [n for n in range(len(tests.asserts)) if verdicts.get(n) is None]
+        task["tests"] = [tests.asserts[n] for n in waiting]
             stdin = json.dumps(task | {"nonce": nonce})
         except RecursionError:  # a program can write the line of its answer itself, in any form
             break
@@ -171,11 +174,11 @@ def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
         ran = api.run(["python", "-I", "judge.py"], stdin, _files("judge.py"),
                       seconds=max(left if round_ else left / 2, 0.1))
         left -= time.monotonic() - began
-        verdicts, calls_by_text, ended, why = {}, {}, False, ""
+        calls_by_text, ended, why = {}, False, ""
         for line in _lines(ran, nonce):
             match line:
                 case [int(n), True | False | None as passed, list(calls), str(text)]:
-                    verdicts[n], why = passed, why or text
+                    verdicts[waiting[n]], why = passed, why or text
                     calls_by_text |= {json.dumps(call): call for call in calls}
                 case "end":
                     ended = True

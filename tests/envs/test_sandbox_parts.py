@@ -536,6 +536,13 @@ def test_a_round_asks_for_the_calls_of_many_asserts(limits_alone):
     assert grade(ADD, checks, "add").passed == [True] and grade(ADD.replace("b", "1", 1), checks, "add").passed == [False]
 
 
+def test_a_test_that_passed_stays_passed_when_another_hangs_later(limits_alone):
+    limits_alone(cpu_seconds=1.0)
+    hangs = "assert [0 for _ in range(add(add(1, 2), 1)) if [0 for _ in range(10**12)]]"
+    found = grade(ADD, [hangs, "assert add(1, 2) == 3"])
+    assert found.passed == [False, True] and found.limit == "cpu_seconds"
+
+
 def test_values_are_compared_as_data():
     assert same((1, [2.0000000001, "x"]), [1, [2.0, "x"]]) and same({1: 2}, {"1": 2}) and same(2.0, 2)
     for found, wanted in ((True, 1), (1, True), ([1], [1, 2]), ("1", 1), (None, 0), (10**20 + 1, 10**20), (Opaque, None), ({}, [])):
