@@ -543,6 +543,17 @@ def test_a_test_that_passed_stays_passed_when_another_hangs_later(limits_alone):
     assert found.passed == [False, True] and found.limit == "cpu_seconds"
 
 
+def test_exceptions_of_a_program_are_those_that_its_tests_expect(limits_alone):
+    """Of every built-in class, also of those that are not made without arguments."""
+    program = ("def f(kind):\n    if kind == 'group': raise ExceptionGroup('x', [ValueError()])\n"
+               "    b'\\xff'.decode() if kind == 'decode' else '\\ud800'.encode() if kind == 'encode' else next(iter([]))\n")
+    helper = ("def raises(f, kind, error):\n    try:\n        f(kind)\n    except error as e:\n        return type(e).__name__\n")
+    tests = [f"assert raises(f, {kind!r}, {error}) == {name!r}" for kind, error, name in (
+        ("decode", "ValueError", "UnicodeDecodeError"), ("encode", "UnicodeEncodeError", "UnicodeEncodeError"),
+        ("group", "Exception", "ExceptionGroup"), ("next", "StopIteration", "StopIteration"))]
+    assert grade(program, "\n".join([helper, *tests])).passed == [True] * 4
+
+
 def test_values_are_compared_as_data():
     assert same((1, [2.0000000001, "x"]), [1, [2.0, "x"]]) and same({1: 2}, {"1": 2}) and same(2.0, 2)
     for found, wanted in ((True, 1), (1, True), ([1], [1, 2]), ("1", 1), (None, 0), (10**20 + 1, 10**20), (Opaque, None), ({}, [])):
