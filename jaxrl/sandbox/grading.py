@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxrl.sandbox import api
 from jaxrl.sandbox.codec import Opaque, decode, encode
+from jaxrl.sandbox.scopes import module_names
 from jaxrl.sandbox.types import RunResult, SandboxError
 
 MAX_ROUNDS = 64         # most rounds of calls that depend on earlier results within a row's tests
@@ -162,9 +163,9 @@ def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
     left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
     for round_ in range(MAX_ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
-        try:
         waiting = [n for n in range(len(tests.asserts)) if verdicts.get(n) is None]
         task["tests"] = [tests.asserts[n] for n in waiting]
+        try:
             stdin = json.dumps(task | {"nonce": nonce})
         except RecursionError:  # a program can write the line of its answer itself, in any form
             break
@@ -369,16 +370,7 @@ def _python(text: str, entry_point: str) -> Tests:
 
 def _free_names(tests: Tests) -> set[str]:
     """Returns the names that the tests use without defining them: the program's."""
-    used, bound = set(), set(dir(builtins))
-    for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return used - bound
+    free, bound = module_names(tests.setup)
+    for source in tests.asserts:
+        free |= module_names(source)[0] - bound
+    return free - set(dir(builtins))

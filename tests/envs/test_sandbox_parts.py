@@ -30,7 +30,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
-from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, seccomp, serve, watch
+from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, grading, seccomp, serve, watch
 from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
@@ -552,6 +552,16 @@ def test_exceptions_of_a_program_are_those_that_its_tests_expect(limits_alone):
         ("decode", "ValueError", "UnicodeDecodeError"), ("encode", "UnicodeEncodeError", "UnicodeEncodeError"),
         ("group", "Exception", "ExceptionGroup"), ("next", "StopIteration", "StopIteration"))]
     assert grade(program, "\n".join([helper, *tests])).passed == [True] * 4
+
+
+@pytest.mark.parametrize("source, free", [
+    ("def refuses(f):\n    return not f()\nassert refuses(f)", {"f"}), ("assert [f for f in range(3)] and f(1)", {"f"}),
+    ("from math import sqrt as f\ndef g(x: T = y):\n    return f(x) + h(x)\nassert g(1)", {"T", "y", "h"}),
+    ("class A:\n    f = 1\n    def m(self): return f(self)\nassert A().m()", {"f"}), ("f = 2\nassert (lambda f, *g: f)(f, g)", {"g"}),
+    ("def g():\n    global h\n    h = 1\nassert g() or h", set()), ("assert (n := f(1)) and n == 2\nassert n(3)", {"f", "n"}),
+    ("assert all((k := n) for n in f(1)) and k", {"f"}), ("try: pass\nexcept OSError as e: e\nassert f(e)", {"f"})])
+def test_what_tests_use_of_the_program_is_found_by_scopes(source, free):
+    assert grading._free_names(parse(source)) == free
 
 
 def test_values_are_compared_as_data():
