@@ -67,6 +67,7 @@ class Episode:
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
     pending: tuple = ()  # (Turn without its size, request, tools) of the turn that is being sampled
+    noted: dict = dataclasses.field(default_factory=dict)  # notes and counts when it last sent messages
     side_calls: int = 0         # completions outside the episode
     over: bool = False          # turns or tokens are used up: nothing more is sampled
     tries: int = 0
@@ -309,6 +310,7 @@ class EpisodeEngine(Engine):
     def _send(self, episode: Episode, data: dict) -> list[Request]:
         """Replies from the record, or returns the request for the next turn; [] if none may be sampled."""
         self._reward(episode, data["reward"])
+        episode.noted = {"notes": data["notes"], "counts": data["counts"]}
         if not data["train"]:
             return self._side_call(episode, data)
         episode.tools = data["tools"]
@@ -359,7 +361,7 @@ class EpisodeEngine(Engine):
         """
         if episode.over:
             self.pool.cancel([episode.request.id])
-            self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1}}))
+            self._finish(episode, "length", self._cut_outcome(episode, {}))
         else:
             episode.over = True
             self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length",
@@ -502,6 +504,11 @@ class EpisodeEngine(Engine):
         counts |= {"engine_seconds": episode.waited, "environment_seconds": max(0.0, took - episode.waited)}
         return Outcome(value, dict(data.get("rewards", {})), dict(data.get("notes", {})), counts)
 
+    def _cut_outcome(self, episode: Episode, counts: dict) -> Outcome:
+        """Returns the outcome of an episode that reported none: its turns' rewards, notes and counts so far."""
+        known = episode.noted
+        return self._outcome(episode, None, known | {"counts": {**known.get("counts", {}), "cut_off": 1, **counts}})
+
     def _failed(self, episode: Episode, data: dict) -> None:
         """Retries an episode that its environment failed; after env.retries it is absent."""
         if episode.first is not None:
@@ -513,7 +520,9 @@ class EpisodeEngine(Engine):
             self._log(cause, data["detail"])
             if fault == "late" and self.env.late == "truncated" and episode.turns:
                 self._reward(episode, data["reward"])
-                self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1, "late": 1}}))
+                if data.get("counts"):
+                    episode.noted = {"notes": data["notes"], "counts": data["counts"]}
+                self._finish(episode, "length", self._cut_outcome(episode, {"late": 1}))
                 return
             episode.tries += 1
             if episode.tries > self.env.retries:

@@ -80,6 +80,19 @@ def test_late(late):
         assert text(result.tokens) == "7<eos>7<eos>"
 
 
+@pytest.mark.parametrize("function", ["insists", "dawdles"])
+def test_an_episode_without_a_result_keeps_its_notes_and_pays_for_malformed_calls(function):
+    """One that goes on after its turns are used up, and one that is late when it sends again."""
+    speaks = make_tokenizer(*FAMILIES["hermes"][:3])
+    with playing(function, says=[['<tool_call>{"name": "nothing"}</tool_call>']], speaks=speaks, parser="hermes",
+                 malformed_penalty=0.25, max_turns=2, max_observation_tokens=200, late="truncated", retries=0, step_seconds=600.0,
+                 episode_seconds=600.0) as engine:
+        (result,) = generate(engine, requests(1, 1, speaks=speaks, max_new_tokens=90), 600.0)
+    assert result.finish == "length" and dict(result.outcome.notes) == {"seen": 2.0}
+    assert result.outcome.counts["malformed"] == 2 and result.outcome.counts["cut_off"] == 1
+    assert [turn.reward for turn in result.turns] == [1.0, 1.0] and result.outcome.value == 1.5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("resume", ["replay", "restart"])
 def test_resume(resume):
