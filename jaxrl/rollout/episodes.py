@@ -332,10 +332,7 @@ class EpisodeEngine(Engine):
         try:
             added, opens, images = self._render(episode, data)
         except ValueError as e:
-            cause = f"turn {len(episode.turns) + 1}: its messages cannot be rendered: {e}"
-            self.pool.cancel([episode.request.id])
-            self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
-            return []
+            return self._fail(episode, f"turn {len(episode.turns) + 1}: its messages cannot be rendered: {e}")
         whole = (0 if opens else len(episode.ids)) + len(added)
         room = min(self.longest, (self.env.max_input_tokens or self.longest) + 1) - whole
         sequence = sequence_images(episode.images, len(episode.ids), opens, images)
@@ -346,14 +343,17 @@ class EpisodeEngine(Engine):
         most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
         if len(episode.turns) >= self.env.max_turns or room < 1 or most < 1:
             if not episode.turns:
-                cause = f"its first prompt has {whole} tokens, which leaves no room for a completion"
-                self.pool.cancel([episode.request.id])
-                self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
-                return []
+                return self._fail(episode, f"its first prompt has {whole} tokens, which leaves no room for a completion")
             self._end(episode)
             return []
         turn = Turn(np.asarray(added, np.int32), opens, 0, seen=seen, images=images)
         return [self._ask(episode, turn, self.images.pictures(sequence), most, data)]
+
+    def _fail(self, episode: Episode, cause: str) -> list[Request]:
+        """Ends an episode whose messages cannot be taken, as its environment's failure. Returns no request."""
+        self.pool.cancel([episode.request.id])
+        self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
+        return []
 
     def _end(self, episode: Episode) -> None:
         """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it
@@ -398,9 +398,12 @@ class EpisodeEngine(Engine):
             self.pool.cancel([episode.request.id])
             self._finish(episode, "abort")
             return []
-        messages, found = self.images.found(data["messages"])
-        ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
-        ids, images = self.images.expanded(ids, at, found, episode.request, 0)
+        try:
+            messages, found = self.images.found(data["messages"])
+            ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
+            ids, images = self.images.expanded(ids, at, found, episode.request, 0)
+        except ValueError as e:
+            return self._fail(episode, f"an untrained call: its messages cannot be rendered: {e}")
         first, most = episode.request, self.longest - len(ids)
         most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
         if episode.side_calls >= self.env.max_turns or most < 1:

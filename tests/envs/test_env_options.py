@@ -1,10 +1,13 @@
 """Every option below `env` that the engine of episodes reads, in both of its states."""
 
+import copy
+import sys
+
 import numpy as np
 import pytest
 from helpers.episode_cases import WORLDS, Scripted, playing, requests, tokenizer
 from helpers.turn_cases import FAMILIES, make_tokenizer
-from helpers.worlds import NEWS
+from helpers.worlds import NEWS, TEMPLATE
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -91,6 +94,17 @@ def test_an_episode_without_a_result_keeps_its_notes_and_pays_for_malformed_call
     assert result.finish == "length" and dict(result.outcome.notes) == {"seen": 2.0}
     assert result.outcome.counts["malformed"] == 2 and result.outcome.counts["cut_off"] == 1
     assert [turn.reward for turn in result.turns] == [1.0, 1.0] and result.outcome.value == 1.5
+
+
+def test_an_untrained_call_that_cannot_be_rendered_fails_its_episode():
+    speaks = copy.deepcopy(tokenizer())
+    speaks.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    program = f"{sys.executable} {WORLDS.with_name('programs.py')}"
+    with playing("", says=["7"], speaks=speaks, program=program, retries=0, workers=1) as engine:
+        asked = requests(1, 1)
+        asked[0].task.columns = {"kind": "rejected"}
+        (result,) = generate(engine, asked, 600.0)
+    assert result.finish == "abort" and "an untrained call: its messages cannot be rendered" in result.outcome.cause
 
 
 @pytest.mark.full
