@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from helpers import env_cases
@@ -255,6 +256,14 @@ def test_what_does_not_fit_a_program_is_named(backend, monkeypatch):
 def test_arguments_that_no_sandbox_takes(limits_alone, files, limits, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         sandbox.run(["true"], files=files, **limits)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ({"stdin": 5}, "stdin is text or bytes, got int"), ({"files": {"a": 5}}, "the file 'a' is text or bytes, got int"),
+    ({"files": {Path("a"): ""}}, "the name of a file is a text, got PosixPath('a')"), ({"files": ["a"]}, "got list")])
+def test_arguments_of_other_types_are_named(limits_alone, arguments, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        sandbox.run(["true"], **arguments)
 
 
 def test_a_place_for_the_trial_is_asked_for_by_name(request, monkeypatch, tmp_path):
