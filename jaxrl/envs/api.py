@@ -285,7 +285,10 @@ class Chat:
 
 
 def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD) -> float:
-    found = number(value)
+    try:
+        found = number(value)
+    except OverflowError:
+        raise BadEnvironment(f"{what} is an integer beyond the range of floats, expected {wanted}") from None
     if found is None:
         raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")
     if not math.isfinite(found):
