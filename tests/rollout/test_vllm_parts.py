@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -383,6 +384,17 @@ def test_a_request_becomes_vllms():
 def test_answers_without_a_logprob_per_token_are_refused():
     with pytest.raises(adapter.ServerError, match="1 log-probs for 2 tokens"):
         adapter.parse_choice({"token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}})
+    with pytest.raises(adapter.ServerError, match="log-probs in another form"):
+        adapter.parse_choice({"token_ids": [1], "logprobs": {"content": [{}]}})
+
+
+@pytest.mark.parametrize("reply", [{}, [], None, {"choices": []}, {"choices": [None]}, {"error": "busy"}])
+def test_a_reply_without_a_completion_is_the_servers_failure(reply):
+    control = adapter.Control("http://server", "", 9.0)
+    control._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=reply)))
+    with pytest.raises(adapter.ServerError, match="http://server/.*: a reply without a completion"):
+        control.generate({})
+    control.close()
 
 
 @pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),

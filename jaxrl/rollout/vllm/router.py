@@ -292,7 +292,7 @@ class Router:
         else:
             reply = await self._http.post(url, json=payload)
             _raise_for(reply.status_code, reply.text, url)
-            choice = reply.json()["choices"][0]
+            choice = adapter.first_choice(reply.json(), url)
             tokens, logprobs, finish, spans = adapter.parse_choice(choice)
         if finish not in ("stop", "length"):
             raise adapter.ServerError(f"{url}: the completion ended with {finish!r}")
