@@ -58,7 +58,7 @@ BAD = [
     (dict(rollout__engine="jax", rollout__servers=("http://127.0.0.1:1",)), "the embedded sampler has no servers"),
     (dict(rollout__servers=("127.0.0.1:8000",)), "expected http://host:port"),
     (dict(rollout__servers=("http://gpu7:8000",)), "set rollout.vllm.api_key"),
-    (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1")), "named twice"),
+    (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1/")), "named twice"),
     (dict(rollout__vllm__host="0.0.0.0"), "need a key: set VLLM_API_KEY in the environment"),
     (dict(rollout__vllm__engine_kwargs={"api_key": "k"}), "rollout.vllm.engine_kwargs.api_key"),
     (dict(rollout__vllm__env={"VLLM_API_KEY": "k"}), "rollout.vllm.env.VLLM_API_KEY: the trainer would not know it"),
