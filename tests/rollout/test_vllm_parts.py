@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from helpers import run_tools, tiny_job
 from helpers.rollout_helpers import HF, random_params, requests
+from helpers.service_cases import Scripted
 from helpers.tiers import first_cases
 from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 from safetensors.numpy import load_file
@@ -32,11 +34,12 @@ from jaxrl.processes import http_server
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
-from jaxrl.rollout import EngineContext, EngineLost, engine_name, make_engine, weights
+from jaxrl.rollout import EngineContext, EngineLost, Request, SamplingParams, engine_name, make_engine, weights
 from jaxrl.rollout.engines import check_served
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.publish import Publisher, WeightMismatch
+from jaxrl.rollout.vllm.router import Router
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
 
@@ -395,6 +398,38 @@ def test_a_reply_without_a_completion_is_the_servers_failure(reply):
     with pytest.raises(adapter.ServerError, match="http://server/.*: a reply without a completion"):
         control.generate({})
     control.close()
+
+
+def test_tokens_before_a_stop_string_have_the_version_of_their_arrival():
+    """A weight sync falls between two events of a stream that is left at the stop string, and so has no spans."""
+    synced = threading.Event()
+
+    def stream(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        for ids in ([1, 2], [3, 4]):
+            content = [{"logprob": -1.0}] * len(ids)
+            event = {"choices": [{"token_ids": ids, "logprobs": {"content": content}}]}
+            handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            assert synced.wait(30)
+
+    def decode(ids):
+        if not synced.is_set():
+            made.replicas[0].version = 7  # as a publish sets it, once the first two tokens have come
+            synced.set()
+        return "".join("abcdef"[i] for i in ids)
+
+    options = SimpleNamespace(max_requests=4, retries=0, health_seconds=60.0)
+    with Scripted(lambda *_: stream) as server:
+        made = Router([server.url], "", options, 30.0, True, (0,), decode, int)
+        try:
+            made.replicas[0].version = 6
+            made.set_state(made.replicas[0], "ready")
+            made.submit([Request("a", np.array([1], np.int32), SamplingParams(stop=("d",), max_new_tokens=9), seed=0)])
+            found = made.results.get(timeout=60)
+        finally:
+            made.close()
+    assert found.finish == "stop" and found.tokens.tolist() == [1, 2, 3] and found.versions.tolist() == [6, 6, 7]
 
 
 @pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),
