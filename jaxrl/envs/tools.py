@@ -188,8 +188,8 @@ def _described(text: str, where: str) -> dict:
     except ValueError:
         values = None
     if not isinstance(values, list) or not values:
-        raise TypeError(f"{where} has the choices {found.group(1)}, which are not a JSON list of values; write (choices: "
-                        '["a", "b"])')
+        raise TypeError(f"{where} has the choices {found.group(1)}, which are not a JSON list of values; write "
+                        '(choices: ["a", "b"])')
     choices = [c.strip() if isinstance(c, str) else c for c in values]
     return {"enum": choices, "description": text[:found.start()].strip()}
 

@@ -343,7 +343,8 @@ class EpisodeEngine(Engine):
         most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
         if len(episode.turns) >= self.env.max_turns or room < 1 or most < 1:
             if not episode.turns:
-                return self._fail(episode, f"its first prompt has {whole} tokens, which leaves no room for a completion")
+                return self._fail(episode, f"its first prompt has {whole} tokens, which leaves no room for a "
+                                           "completion")
             self._end(episode)
             return []
         turn = Turn(np.asarray(added, np.int32), opens, 0, seen=seen, images=images)

@@ -126,7 +126,8 @@ def _check_arguments(argv, stdin, files):
                              f"{name[:40]!r}...")
         if above := next((above for k in range(1, len(parts)) if (above := "/".join(parts[:k])) in files), None):
             raise ValueError(f"{above!r} is a file and the folder of {name!r}")
-    return list(argv), _bytes("stdin", stdin), {name: _bytes(f"the file {name!r}", data) for name, data in files.items()}
+    contents = {name: _bytes(f"the file {name!r}", data) for name, data in files.items()}
+    return list(argv), _bytes("stdin", stdin), contents
 
 
 def _bytes(what: str, data) -> bytes:

@@ -1,5 +1,5 @@
-"""Names that Python source uses without binding them, by Python's scopes. `grading` asks it which functions of a program
-the tests call.
+"""Names that Python source uses without binding them, by Python's scopes. `grading` asks it which functions of a
+program the tests call.
 
 Not `symtable`: Python 3.12 shows the variables of comprehensions there as those of the scope around them.
 """
@@ -7,6 +7,7 @@ Not `symtable`: Python 3.12 shows the variables of comprehensions there as those
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 
 def module_names(source: str) -> tuple[set[str], set[str]]:
@@ -37,47 +38,47 @@ class _Scope(ast.NodeVisitor):
         for node in filter(None, nodes):
             self.visit(node)
 
-    def visit_Name(self, node):
+    def visit_Name(self, node: Any):
         (self.bound if isinstance(node.ctx, ast.Store) else self.used).add(node.id)
 
-    def visit_NamedExpr(self, node):
+    def visit_NamedExpr(self, node: Any):
         self._visit([node.value, node.target])
         scope = self
-        while scope.kind == "comprehension":
+        while scope.kind == "comprehension" and scope.outer is not None:
             scope = scope.outer
             scope.bound.add(node.target.id)
 
-    def visit_Global(self, node):
+    def visit_Global(self, node: Any):
         self.outside.update(node.names)
         scope = self
         while scope.outer is not None:
             scope = scope.outer
         scope.bound.update(node.names)
 
-    def visit_Nonlocal(self, node):
+    def visit_Nonlocal(self, node: Any):
         self.outside.update(node.names)
 
-    def visit_alias(self, node):
+    def visit_alias(self, node: Any):
         self.bound.add((node.asname or node.name).partition(".")[0])
 
-    def visit_ExceptHandler(self, node):
+    def visit_ExceptHandler(self, node: Any):
         self.bound.update(filter(None, [node.name]))
         self.generic_visit(node)
 
-    def visit_MatchAs(self, node):
+    def visit_MatchAs(self, node: Any):
         self.bound.update(filter(None, [getattr(node, "name", None), getattr(node, "rest", None)]))
         self.generic_visit(node)
 
     visit_MatchStar = visit_MatchMapping = visit_MatchAs
 
-    def visit_FunctionDef(self, node):
+    def visit_FunctionDef(self, node: Any):
         self.bound.add(node.name)
         self._visit(node.decorator_list)
         self._function(node, node.body)
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def visit_Lambda(self, node):
+    def visit_Lambda(self, node: Any):
         self._function(node, [node.body])
 
     def _function(self, node, body) -> None:
@@ -88,12 +89,12 @@ class _Scope(ast.NodeVisitor):
         self._inner("function", [*(a.annotation for a in every), getattr(node, "returns", None)], generics)
         self._inner("function", body, generics | {a.arg for a in every})
 
-    def visit_ClassDef(self, node):
+    def visit_ClassDef(self, node: Any):
         self.bound.add(node.name)
         self._visit([*node.decorator_list, *node.bases, *node.keywords])
         self._inner("class", node.body, _generics(node))
 
-    def visit_ListComp(self, node):
+    def visit_ListComp(self, node: Any):
         first, *others = node.generators
         self.visit(first.iter)
         values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
