@@ -177,8 +177,9 @@ class Trajectories:
         reward     [T] float64      episodes              reward of a turn, at its last sampled token
         anchor     [T] int64        episodes              state that the turn was decided in; 0 = none
 
-    Raises ValueError, when made, unless `trajectory` counts 0 to N - 1 in ascending order, and for several sequences
-    per trajectory without `prefix`. Derived arrays are int64; `trajectory` and `prefix` are never None afterwards.
+    Each trajectory has at least one token. Raises ValueError, when made, unless `trajectory` has Q entries that count 0
+    to N - 1 in ascending order (None: unless Q = N), and for a `trajectory` without `prefix`. Derived arrays are int64;
+    `trajectory` and `prefix` are never None afterwards.
     """
 
     tokens: np.ndarray  # [T] int32: prompt, then completion (end-of-text kept)
@@ -264,7 +265,7 @@ class Images(flax.struct.PyTreeNode):
     """The images of packed rows: a row of patches beside each row of tokens (P patches per row), or of features that
     a tower made of them before; then patches, places, segments and windows are None."""
 
-    patches: Any  # [R, P, 3 * p * p] uint8, see data.images.resize.cut; 0 where there is none
+    patches: Any  # [R, P, width] uint8, see Pictures.patches; 0 where there is none
     places: Any  # [R, P, 4] int32: row, column, rows and columns of the patch's image
     segments: Any  # [R, P] int32: number of the patch's image in its row, 0 = none
     inserts: Any  # [R, L] int32: feature of its row that stands in the place of the token's embedding, -1 = none
@@ -289,7 +290,8 @@ class PackedBatch(flax.struct.PyTreeNode):
     sources: Any  # [R, S] int32
     targets: Any  # [R, S] int32
     sequences: Any  # [R, S] int32, the slot's sequence: 1, 2, ... within the row, 0 = unused slot
-    columns: dict[str, Any]  # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...)
+    # name -> [R, S] float32 (old, reference, behaviour log-probs, advantage ...) or [R, S, K]; of integers int32 (pack)
+    columns: dict[str, Any]
     weights: dict[str, Any]  # loss term -> [R, S] float32, 1/denominator where the token counts, else 0
     routes: Any = None  # [R, L, n * K] int16: experts of each token that are replayed (training.router), -1 = its own
     images: Images | None = None  # None where no row has one
@@ -299,7 +301,8 @@ class PackedBatch(flax.struct.PyTreeNode):
 class TrainState(flax.struct.PyTreeNode):
     """The state of training: parameters, optimizer state and counters. `trainable` and `frozen` together are the
     parameters: disjoint flat dicts, "path/of/leaf" -> array. An update changes all fields, but of `frozen` only the
-    routers' biases, with a router_bias_rate."""
+    routers' biases, with a router_bias_rate; a skipped update changes `stats` alone. With an adapter set opt_state,
+    step and stats are tables by adapter."""
 
     trainable: Any
     frozen: Any

@@ -179,6 +179,20 @@ def test_verl_counts_in_prompts_and_warms_up_by_steps_or_a_share():
     assert "optimizer.warmup_fraction" not in values(migrated("verl", both))
 
 
+def test_what_the_optimizer_or_the_adapters_folder_decides_is_not_written():
+    """jaxrl refuses what nothing reads; the critic keeps what its own optimizer reads."""
+    a = "actor_rollout_ref."
+    m = migrated("verl", {a + "model.lora_rank": 16, a + "model.lora_adapter_path": "an/adapter"})
+    assert values(m)["lora.path"] == "an/adapter" and "lora.rank" not in values(m) and "lora.targets" not in values(m)
+    sgd = {"algorithm.adv_estimator": "gae", a + "actor.optim.optimizer": "SGD", a + "actor.optim.betas": [0.9, 0.95],
+           "critic.optim.betas": [0.9, 0.95]}
+    m = migrated("verl", sgd)
+    assert (values(m)["optimizer.name"], values(m)["critic.optimizer.name"]) == ("sgd", "adamw")
+    assert "optimizer.b2" not in values(m) and values(m)["critic.optimizer.b2"] == 0.95
+    (why,) = [why for key, why, _ in m.lacking if key == a + "actor.optim.weight_decay"]
+    assert why.startswith("sgd has no weight decay here")
+
+
 def test_verls_schedules_and_its_critics_own():
     a, c = "actor_rollout_ref.actor.", "critic.optim."
     v = values(migrated("verl", {a + "optim.warmup_style": "cosine", a + "optim.min_lr_ratio": 0.1}))

@@ -95,7 +95,7 @@ def test_valid_tokens_are_those_of_the_step_and_in_a_pipeline_the_longest_comple
     assert (v["optimizer.max_grad_norm"], v["optimizer.eps"]) == (0.8, 1e-5)
     assert "algorithm.aggregation_constant" not in values(migrated({**scaled, "cluster.component_placement.actor,rollout": "all"}))
     sgd = migrated({**scaled, "actor.optim.optimizer": "sgd"})
-    assert [k for k, _, _ in sgd.lacking] == ["algorithm.use_valid_token_scale"]
+    assert [k for k, _, _ in sgd.lacking] == ["algorithm.use_valid_token_scale", "actor.optim.weight_decay"]
 
 
 def test_what_rlinfs_workers_do_not_read_does_nothing():
@@ -136,6 +136,7 @@ def test_optimizers_and_where_the_warm_up_starts():
         migrated({**warm, "actor.lr_sched.lr_warmup_init": 0.1})
     sgd = values(migrated({"actor.optim.optimizer": "sgd", "actor.optim.adam_beta1": 0.5}))
     assert (sgd["optimizer.name"], sgd["optimizer.b1"]) == ("sgd", 0.9)
+    assert not sgd.keys() & {"optimizer.b2", "optimizer.eps", "optimizer.weight_decay"}  # which it does not read, and jaxrl refuses
     fsdp = migrated({"actor.optim.optimizer": "sgd", "actor.training_backend": "fsdp"})
     assert (values(fsdp)["optimizer.name"], values(fsdp)["optimizer.b1"]) == ("adamw", 0.9)
     assert [k for k, _, _ in migrated({"actor.optim.optimizer": "lion"}).lacking] == ["actor.optim.optimizer"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+BUILT_IN = ("outcome", "returns", "gae", "turn", "gigpo", "dpo")  # jaxrl's own (rl.advantages.ESTIMATORS)
 ADVANTAGES = {}  # name -> f(AdvantageInputs) -> [N] or [T]; what users registered
 STD_EPS = 1e-6
 VARIANCE_EPS = 1e-8
@@ -32,12 +33,12 @@ def register_advantage(name: str):
     The function returns one number per trajectory [N] or per token [T]. jaxrl sets it to 0 at tokens outside loss_mask
     and in trajectories without a score, then whitens and clips if algorithm.whiten, advantage_low and advantage_high
     say so. Another shape, and a number at a loss token that is not finite, also in a trajectory without a score, end
-    the run (ConfigError). The decorator returns the function; it raises ValueError if another registered function has
-    the name. Under the name of a built-in estimator (outcome, gae ...) jaxrl runs the built-in one.
+    the run (ConfigError). The decorator returns the function; it raises ValueError if another function, a built-in one
+    too, has the name.
     """
 
     def register(function):
-        if ADVANTAGES.setdefault(name, function) is not function:
+        if name in BUILT_IN or ADVANTAGES.setdefault(name, function) is not function:
             raise ValueError(f"advantage {name!r} exists already")
         return function
 

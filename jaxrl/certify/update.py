@@ -69,6 +69,10 @@ class Tiny:
     Args:
       config: the config to certify. folder: for its checkpoints. count: devices to use. axes: mesh axis -> size.
 
+    Attributes:
+      job: its run.setup.Job. spec: its Spec. roles: rl.roles.Roles, policy: of them, both made anew by `open`.
+      turns: whether the config's completions are episodes.
+
     Side effect: sets jax's current mesh."""
 
     def __init__(self, config, folder: Path, count: int = 1, axes=None):
@@ -117,7 +121,7 @@ class Tiny:
     def weights(self, case: cases.Case) -> dict[str, np.ndarray]:
         """Returns {loss term: [T] float weights} of one optimizer step with all completions, divided by the config's
         own denominators (rl.step.make_loss_weigher)."""
-        weigh = make_loss_weigher(self.spec, self.batch(case), case.columns)
+        weigh, _ = make_loss_weigher(self.spec, self.batch(case), case.columns)
         return weigh(np.arange(case.traj.num_sequences))
 
     # ---- gradients
@@ -142,7 +146,7 @@ class Tiny:
         batch, critic = self.batch(case), self.roles.critic
         running = copy.copy(critic.running) if critic is not None else None
         prepared, out = prepare(spec, self.roles, batch, lay_out(spec, shapes, batch.traj, 0)), []
-        weigh = make_loss_weigher(spec, batch, prepared.columns)
+        weigh, _ = make_loss_weigher(spec, batch, prepared.columns)
         if critic is not None and running is not None:
             critic.running = running
         for minibatch in prepared.layout.update.minibatches:
@@ -208,7 +212,7 @@ class Base:
     """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims and
     return what was found, as text.
 
-    config: the config to certify. folder: for checkpoints."""
+    config: the config to certify. folder: for checkpoints. Attribute tiny: the Tiny job."""
 
     def __init__(self, config, folder: Path):
         self.config, self.folder, self.tiny = config, folder, Tiny(config, folder)

@@ -73,7 +73,7 @@ HOST_FILE = "metadata"  # Orbax's name for what JsonSave writes
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written or used. The message names the path and the remedy."""
+    """A checkpoint that is missing or cannot be used. The message names the path and the remedy."""
 
 
 class SavesFailed(RunStopped):
@@ -114,8 +114,13 @@ class Checkpointer:
       faults: planned faults, for tests.
       before_commit: called in the writing thread once the tensors are on disk, before the checkpoint becomes visible;
         flushes files that must not be older than the checkpoint.
-      uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one. Up
-        to checkpoint.keep checkpoints that are still to be sent are not deleted.
+      uploads: sends checkpoints elsewhere (uploads.py), or None. Process 0's writing thread passes it each one if it
+        wants all. Up to checkpoint.keep checkpoints that are still to be sent are not deleted.
+
+    Attributes:
+      committed: newest step of this run with a whole checkpoint on disk, or None. best: None, or the step whose
+        checkpoint `prune` keeps, set by the session. completed: steps whose saves ended; the session takes them out.
+      unchecked: whether a save was begun whose end `check` has not seen.
     """
 
     def __init__(self, run_dir, config, faults: Faults | None = None, before_commit: Callable[[], None] = lambda: None,
@@ -163,7 +168,8 @@ class Checkpointer:
                           "(twice the checkpoint); free some space, lower checkpoint.keep, or choose another run.dir")
 
     def save(self, step: int, arrays, host: dict) -> bool:
-        """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already.
+        """Saves one checkpoint. Returns False if the disk refused it or `step` is saved already. Collective. The first
+        call sets aside the checkpoints later than the one that `restore` took.
 
         Asynchronous: returns once every array is copied to host memory, so the caller may donate or overwrite them; if
         the disk fails later, that is logged and counted (`failed_since_last_call`), and the next call raises any other
@@ -240,7 +246,7 @@ class Checkpointer:
                               f"{self.directory} and rerun the same command to resume from there")
 
     def failed_since_last_call(self) -> bool:
-        """Returns whether the disk has refused a save since the last call."""
+        """Returns whether the disk has refused a save since the last call and the last save that succeeded."""
         before, self._failures_reported = self._failures_reported, self._failures
         return self._failures > before
 
@@ -391,8 +397,8 @@ class Checkpointer:
           resume: as in `restore`, which then uses this result.
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was
-            named; an unknown format.
+          CheckpointError: nothing to resume under `must` or at the path; all damaged; a damaged checkpoint that was
+            named; an unknown format; a process cannot see it.
         """
         chosen = self._choose_together(resume)
         self._cached_choice = (resume, chosen)
@@ -446,8 +452,8 @@ class Checkpointer:
           partial: leaves that `abstract` lacks are not read (evaluation needs no optimizer state).
 
         Raises:
-          CheckpointError: nothing to resume under `must`; all damaged; a damaged checkpoint that was named; names,
-            shapes or dtypes that differ; an unknown format.
+          CheckpointError: nothing to resume under `must` or at the path; all damaged; a damaged checkpoint that was
+            named; names, shapes or dtypes that differ; an unknown format; a process cannot see it.
         """
         known, self._cached_choice = self._cached_choice, None
         chosen = known[1] if known and known[0] == resume else self._choose_together(resume)

@@ -124,12 +124,14 @@ def crc_of(path: Path) -> int:
 def verify(path: Path) -> None:
     """Compares the size and CRC-32 of every file of a checkpoint with its manifest (in a store the size only).
 
-    Raises DamagedCheckpoint naming the first file that is missing or differs, or the manifest if it cannot be read."""
+    Raises DamagedCheckpoint naming the first file that is missing or differs, or the manifest if it cannot be read;
+    OSError for another file that cannot be read."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        files = [(name, size, crc) for name, (size, crc) in dict(manifest).items()]
+    except (OSError, ValueError, TypeError) as e:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({first_line(e)})") from None
-    for name, (size, crc) in manifest.items():
+    for name, size, crc in files:
         file = path / name
         if not file.is_file():
             raise DamagedCheckpoint(f"{name} is missing")

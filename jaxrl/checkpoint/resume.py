@@ -83,7 +83,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Compares two configs (plain dicts, as `redacted` returns them).
 
     Options that one side lacks (another version of jaxrl) are compared with the schema's default; those that this jaxrl
-    does not have are accepted.
+    does not have are accepted. `refusal_reason` says which changes are refused; that of data.prompts_per_step is, too,
+    where rows depend on the step (`scheduled`).
 
     Returns:
       (refused, accepted_changes): one text per option that differs, "optimizer.lr: 1e-06 -> 1e-05", with the reason if
@@ -111,8 +112,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
 
 
 # Entry of run.accept_changed -> beginnings of the names of its fingerprints (jaxrl.checkpoint.fingerprints).
-READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
-        "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
+READ = {"data": ("training data", "training examples"), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"),
+        "model": ("model config",), "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
 
 def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -137,8 +137,8 @@ def _text(marker: dict) -> bytes:
 
 
 class Uploads:
-    """Sends folders to all places of `checkpoint.upload`; see the module. Its methods do not raise; the constructor
-    raises ConfigError as `place_of`.
+    """Sends folders to all places of `checkpoint.upload` in the background, with retries. The constructor starts a
+    thread for each place, which `close` ends, and raises ConfigError as `place_of`; the methods do not raise.
 
     Args:
       options: config.checkpoint.upload.

@@ -220,6 +220,8 @@ def recorded_config(path: str, overrides: dict[str, Any]) -> Config:
         config = json.loads(Path(path).read_text("utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"--config={path}: no config.json of a run ({type(e).__name__}: {e})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--config={path}: no config.json of a run (its config is {type_of(config)}, not a table)")
     cfg = default_config()
     for name, value in [*_by_name(config), *overrides.items()]:
         put(cfg, name, value)

@@ -163,22 +163,22 @@ class Run:
         self.folder = Path(folder)
         try:
             held = json.loads((self.folder / "config.json").read_text("utf-8"))
-        except (OSError, ValueError) as e:
+            self.config, self.versions = flat(held.get("config", {})), dict(held.get("versions", {}))
+        except (OSError, ValueError, TypeError, AttributeError) as e:
             raise ConfigError(f"{folder}: no run directory ({e}); name the folder that holds config.json and "
                               "metrics.jsonl") from e
-        self.config, self.versions = flat(held.get("config", {})), held.get("versions", {})
         self.lines = {}
         if (self.folder / "metrics.jsonl").exists():
             for line in self._lines("metrics.jsonl"):
-                self.lines.setdefault(line["step"], {}).update(line)
+                self.lines.setdefault(line.get("step", -1), {}).update(line)
 
     def _lines(self, name: str) -> list[dict]:
         out = []
         for number, text in enumerate((self.folder / name).read_text("utf-8").split("\n"), 1):
             try:
-                out += [json.loads(text)] if text else []
-            except ValueError as e:
-                raise ConfigError(f"{self.folder / name}:{number}: not a line of JSON ({e})") from e
+                out += [dict(json.loads(text))] if text else []
+            except (ValueError, TypeError) as e:
+                raise ConfigError(f"{self.folder / name}:{number}: not a line of JSON with a table ({e})") from e
         return out
 
     def steps(self) -> list[int]:
@@ -249,7 +249,8 @@ def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | N
 def compare_exports(a: Run, b: Run) -> str:
     """Describes in one line how the exported models differ; "" unless both runs have an export.
 
-    Numbers are compared in float64, tensor by tensor; the line has the largest |a - b| and its tensor.
+    Numbers are compared in float64, tensor by tensor, so dtypes may differ; NaN differs from NaN. The line has the
+    largest |a - b| and its tensor.
     """
     import numpy as np
 

@@ -246,26 +246,20 @@ def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRu
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))["config"]
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there ({e})") from None
-    roll, data = config["rollout"], config["data"]
+        roll, per_step, group = config["rollout"], config["data"]["prompts_per_step"], config["rollout"]["group_size"]
+        lengths, times = _recorded_steps(folder)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there "
+                          f"({type(e).__name__}: {e})") from None
     if roll.get("max_staleness", 0) or roll.get("sync_every", 1) > 1:
         raise ConfigError(f"plan.run={str(folder)!r}: its phases overlap; name a run with rollout.max_staleness=0 and "
                           "sync_every=1")
-    lengths, times = [], []
-    for line in lines:
-        path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
-        if "rollout/tokens" in line and path.is_file():
-            rows = path.read_text("utf-8").split("\n")
-            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in rows if row]))
-            times.append(line["time"])
     lengths, times = lengths[steps], times[steps]
     if len(lengths) < 2:
         raise ConfigError(f"plan.run={str(folder)!r}: {len(lengths)} steps with rollouts after the first {WARM_UP}; "
                           "name a longer run with log.rollouts=True")
     engine = engine_row(SimpleNamespace(rollout=SimpleNamespace(**roll)), here=False)
-    slots = engine.slots(roll, data["prompts_per_step"] * roll["group_size"])
+    slots = engine.slots(roll, per_step * group)
     of = lambda *names: np.array([sum(t.get(n, 0.0) for n in names) for t in times])  # noqa: E731
     seconds = of("step") - of("eval", "checkpoint", "export")
     tokens, answers = np.array([n.sum() for n in lengths], float), np.array([len(n) for n in lengths], float)
@@ -274,7 +268,20 @@ def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRu
     train, train_token = _fitted(seconds - of("rollout", "reward", "publish"), np.ones_like(tokens), tokens)
     reward, publish = float(np.median(of("reward"))), float(np.median(of("publish")))
     speeds = Speeds(slots, fixed, each, prompt, reward, train, train_token, publish)
-    return RecordedRun(lengths, seconds, speeds, data["prompts_per_step"], roll["group_size"])
+    return RecordedRun(lengths, seconds, speeds, per_step, group)
+
+
+def _recorded_steps(folder: Path) -> tuple[list[np.ndarray], list[dict]]:
+    """Returns (completion tokens [n] of each step with rollouts, seconds by phase of each). Raises OSError, ValueError,
+    KeyError or TypeError for files of another form."""
+    lengths, times = [], []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
+        path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
+        if "rollout/tokens" in line and path.is_file():
+            rows = path.read_text("utf-8").split("\n")
+            lengths.append(np.array([len(json.loads(row)["tokens"]) for row in rows if row]))
+            times.append(dict(line["time"]))
+    return lengths, times
 
 
 def nonnegative_lstsq(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

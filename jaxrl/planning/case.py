@@ -21,7 +21,7 @@ from jaxrl.kernels.recurrence import tpu as tpu_rule
 from jaxrl.models.io import hf
 from jaxrl.planning import memory, workload
 from jaxrl.planning.workload import SIZES, data_shards
-from jaxrl.resolve.spec import Platform, resolve
+from jaxrl.resolve.spec import Platform, lora_on, resolve
 from jaxrl.roles.parameters import DTYPES, source_of
 from jaxrl.rollout.engines import check_served, engine_name, engine_row, shared_gpus
 from jaxrl.rollout.shapes import from_config
@@ -110,12 +110,12 @@ class Case:
 def open_case(config) -> Case:
     """Builds the case of a config.
 
-    With run.warm_start the model is that run's; with lora.rank adapters are left out, and the full training is planned.
-    The config is not changed. Raises ConfigError for an impossible target, model or mesh, for a model that the engine
-    does not serve, and for plan.image_tokens that the model or a prompt cannot have.
+    With run.warm_start the model is that run's; adapters (lora.rank, lora.path) are left out, and the full training is
+    planned. The config is not changed. Raises ConfigError for an impossible target, model or mesh, for a model that the
+    engine does not serve, and for plan.image_tokens that the model or a prompt cannot have.
     """
     targets.parse(config.plan.target)
-    config, adapters = _with_warm_start(config), config.lora.rank > 0
+    config, adapters = _with_warm_start(config), lora_on(config)
     if adapters:
         config.lora = default_config().lora
     m = config.model

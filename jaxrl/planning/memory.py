@@ -138,7 +138,7 @@ def parts(live: dict, program: str, temporaries: float, peak: float, resting=(),
 # -- counted -----------------------------------------------------------------------------------------------------------
 
 
-def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) -> dict[str, float]:
+def standing(config, model, mesh: dict, rollout=None) -> dict[str, float]:
     """Returns the bytes of the live parts of a job on one device, by name, from the parameter table alone.
 
     Frozen parameters count as trained ones; of parts in host memory, those too small for it are ignored. Gradients are
@@ -147,7 +147,6 @@ def standing(config, model, mesh: dict, rollout=None, tree_size: float = 1.0) ->
     Args:
       mesh: axis sizes.
       rollout: (mesh of one process's sampler, Shapes, bytes of its dtype), or None.
-      tree_size: not read.
     """
     size = SIZES[config.train.param_dtype]
     one = weight_bytes(model, mesh, TRAIN_RULES, 1)

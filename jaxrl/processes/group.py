@@ -35,21 +35,27 @@ GRACE_SECONDS = 10.0  # from the loss of a process to the end of those that cann
 def find_place(options, environ=os.environ) -> Place | None:
     """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
 
-    options: config.launch; its `hosts` chooses the source. Raises ConfigError if only some of the values are set, for a
-    coordinator that is not host:port, and for a rank beyond the number of processes.
+    options: config.launch; its `hosts` chooses the source. With auto, launch.coordinator, launch.processes above 1 or
+    $JAXRL_COORDINATOR make it explicit (kubernetes, if $JOB_COMPLETION_INDEX is there); launch.process or
+    $JAXRL_PROCESSES alone are not looked at. With tpu there is a Place even if the environment names one host or none:
+    jax may find others, by the machine's metadata or in further slices.
+
+    Raises ConfigError if the source lacks a value, for a variable that is no number, and, except for tpu, for a
+    coordinator that is not host:port and a rank beyond the number of processes.
     """
     choice = options.hosts
     if choice == "auto":
         explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
         choice = ("kubernetes" if "JOB_COMPLETION_INDEX" in environ and "JAXRL_COORDINATOR" in environ else
                   "explicit" if explicit else
-                  "slurm" if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environ else
+                  "slurm" if "SLURM_STEP_NODELIST" in environ and "SLURM_STEP_NUM_TASKS" in environ
+                  and _number(environ, "SLURM_STEP_NUM_TASKS", "auto") > 1 else
                   "tpu" if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else "none")
     if choice == "none":
         return None
     if choice == "tpu":
         names = tuple(n for n in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if n)
-        return Place("tpu", "", len(names), int(environ.get("TPU_WORKER_ID", 0)), names)
+        return Place("tpu", "", len(names), _number({"TPU_WORKER_ID": "0", **environ}, "TPU_WORKER_ID", "tpu"), names)
     place = {"explicit": _explicit, "slurm": _slurm, "kubernetes": _kubernetes}[choice](options, environ)
     if not re.fullmatch(r"(\[[^]]+\]|[^/:\[\]]+):[0-9]+", place.coordinator):
         raise ConfigError(f"launch.coordinator={place.coordinator!r} ({choice}): expected host:port of process 0")
@@ -63,7 +69,11 @@ def _number(environ, name: str, source: str) -> int:
     if name not in environ:
         raise ConfigError(f"launch.hosts={source}: the environment variable {name} is missing;"
                           " see docs/guides/hosts.md")
-    return int(environ[name])
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"launch.hosts={source}: the environment variable {name}={environ[name]!r} is not a whole "
+                          "number; correct it, or set launch.hosts=none for a run of one process") from None
 
 
 def _explicit(options, environ) -> Place:
@@ -80,7 +90,13 @@ def _slurm(options, environ) -> Place:
     """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a
     node do not collide.
     """
-    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    try:
+        hosts = expand_nodes(nodes)
+    except ValueError:
+        raise ConfigError(f"launch.hosts=slurm: the environment variable SLURM_STEP_NODELIST={nodes!r} is no list of "
+                          "nodes such as gpu[01-03]; correct it, or set launch.hosts=none for a run of one process"
+                          ) from None
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
     port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
     first = hosts[0] if hosts else ""
@@ -89,7 +105,8 @@ def _slurm(options, environ) -> Place:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
+    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']. A name
+    may have one pair of brackets. Raises ValueError for a range whose ends are no numbers."""
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
@@ -146,6 +163,7 @@ class Peers:
 
     def all_gather(self, what: str, value=None) -> list:
         """Returns every process's `value` (JSON-able), by process. Collective; uses the coordinator's key-value store.
+        With several processes values are as JSON reads them: tuples as lists, keys as text.
 
         Args:
           what: tag of the call, such as "step 3, weights 2: the completions", the same on every process. Processes
@@ -172,7 +190,7 @@ class Peers:
         return [value for _, value in calls]
 
     def decide(self, what: str, choose, *arguments):
-        """Returns on every process what choose(*arguments) returns on process 0 (JSON-able). Collective.
+        """Returns on every process what choose(*arguments) returns on process 0, as `all_gather` does. Collective.
 
         Only process 0 calls `choose`. what: tag of the call. Raises PeerLost and ConfigError as `all_gather` does.
         """
@@ -232,7 +250,8 @@ class Peers:
         """Returns the reason why a collective failed with `error`, or `error` itself if no process is known to be lost.
 
         A collective fails at once when a process is gone; the watch learns later which one. So this waits: up to the
-        watch's patience and 3 heartbeats if the text speaks of connections, else 2 heartbeats.
+        watch's patience and 3 heartbeats if the text speaks of connections, else 2 heartbeats. RunStopped and
+        ConfigError do not wait; errors that no collective raises, such as TypeError, are returned as they are.
         """
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
@@ -304,7 +323,8 @@ class Watch(threading.Thread):
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
     def run(self) -> None:
-        """Writes this process's heartbeat and reads those of others until `stop`; the body of the watch's thread."""
+        """Writes this process's heartbeat, reads those of others in process 0, and reads posts of failures and stops,
+        until `stop` or, GRACE_SECONDS after a failure, the end of the process; the body of the watch's thread."""
         peers, client, number, end = self.peers, self.peers._client, 0, float("inf")
         self._beats = {i: ("", time.monotonic()) for i in range(peers.count) if i}
         while not self._stop_asked.wait(self.beat):
@@ -353,11 +373,12 @@ def peers() -> Peers:
 
 def start(config) -> None:
     """Joins the processes of a run before the first use of devices; does nothing in a single-process run
-    or if joined already.
+    or if joined already. If the caller has initialised jax.distributed, takes its processes.
 
     Raises:
       PeerLost: names who is missing after launch.connect_seconds.
-      ConfigError: this process's place cannot be determined (`find_place`).
+      ConfigError, ValueError: this process's place cannot be determined (`find_place`).
+      OSError: process 0 cannot listen at the coordinator's port.
     """
     global _peers
     options = config.launch
@@ -394,7 +415,11 @@ def _join(place: Place, options) -> None:
             jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
                                        cluster_detection_method="deactivate", coordinator_bind_address=bind, **common)
     else:
-        jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
+        try:
+            jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
+        except ValueError as e:  # nothing here names a pod
+            raise ConfigError(f"launch.hosts={place.source}: jax finds no TPU pod from this host ({e}); start the run "
+                              "on every host of one, or set launch.hosts=auto") from None
 
 
 def _first_line(error) -> str:

@@ -183,7 +183,7 @@ class MixedRows:
         return int(position * self.share)
 
     def position(self, number: int) -> int:
-        """Returns the position of the `number`-th row that the student completes."""
+        """Returns the position of the `number`-th row, from 0, that the student completes; its share must not be 0."""
         return -int(-(number + 1) // self.share) - 1
 
     def is_on_policy(self, position: int) -> bool:
@@ -217,7 +217,8 @@ class MixedRows:
 def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
     """Runs one step. Returns (metrics, records of the student's completions), or None if a stop was requested before
     the update. Raises RunStopped if rewards, episodes, the teacher or updates fail beyond their limits or the log-prob
-    gap is too large, TimeoutError if completions are missing after rollout.timeout_seconds."""
+    gap is too large (checked once the step is completed), TimeoutError if completions are missing after
+    rollout.timeout_seconds, ConfigError if teacher.files lack a row."""
     s, job, policy, rollouts = parts.s, parts.job, parts.roles.policy, parts.rollouts
     c, batch, pieces = s.spec, None, []
     with s.phase("data"):

@@ -230,8 +230,8 @@ class HeldOutEvaluation:
         """Returns the metrics of the sets of pairs or labels.
 
         They are `eval/<set>/<metric of a step>`; with other pictures (`eval/<set><control>/...`) `loss` and `accuracy`
-        alone. `eval/preference_accuracy` is the share of correctly ordered pairs over the pairs of all sets, without
-        controls; it is absent if there are no pairs.
+        alone. `eval/preference_accuracy` is the share of correctly ordered pairs (ties count half) over the pairs of
+        all sets, without controls; it is absent if there are no pairs.
         """
         out, right, pairs = {}, 0.0, 0
         for name, step in self.steps.items():
@@ -253,9 +253,10 @@ def with_prompt_sets(job):
 
 
 def evaluate_only(s, job, losses: Losses, score) -> dict:
-    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config.
+    """Runs run.mode=eval: evaluates what rl.evaluation.publish_latest loads, a checkpoint or the model of the config.
 
-    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only.
+    Returns the content of summary.json. Raises as rl.evaluation.evaluate_only. Records of the sets of prompts replace
+    those of an earlier evaluation at the same step.
 
     losses: of the job. score: (params, traj, layout) -> [T] float32 log-probs in nats."""
     role = Role("policy", job, score)

@@ -86,7 +86,8 @@ def scoring(job: Job) -> ScoringJob:
 class Scorer(Policy):
     """The reward model that trains, with optimizer and update program.
 
-    updates: optimizer steps of the run, for the learning rate's schedule.
+    job: ScoringJob, whose `tree` names its parameters. updates: optimizer steps of the run, for the learning rate's
+    schedule.
     """
 
     def __init__(self, job: ScoringJob, updates: int):
@@ -198,7 +199,9 @@ class Evaluation:
         self.s, self.job, self.model = s, job, model
 
     def __call__(self) -> tuple[dict[str, float], dict, dict]:
-        """Returns (metrics, {}, entry of summary.json); all empty after a stop."""
+        """Returns (metrics, {}, entry of summary.json); all empty after a stop. Collective.
+
+        Process 0 writes the scores of each row, without controls, to <run_dir>/eval (rl.evaluation.write_records)."""
         metrics, rows, judged = {}, {}, []
         for name, dataset in self.job.eval_sets.items():
             whole = [(i, dataset[i]) for i in range(len(dataset))]

@@ -61,8 +61,9 @@ def run(config, inputs=None) -> dict:
 
 
 def log_line(s, job, policy, pending: list):
-    """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}.
-    Raises RunStopped after optimizer.max_nonfinite updates in a row that were not finite.
+    """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}; a
+    stop leaves the newest steps without one. Raises RunStopped after optimizer.max_nonfinite updates in a row that were
+    not finite.
 
     pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged."""
     if s.step % job.config.log.every_steps and not s.ended():

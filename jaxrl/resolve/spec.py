@@ -284,6 +284,11 @@ def lora_on(config) -> bool:
     return bool(config.lora.rank or config.lora.path)
 
 
+def adapters_option(config) -> str:
+    """Returns the option by which adapters train, with its value, as messages name it."""
+    return f"lora.path={config.lora.path!r}" if config.lora.path else f"lora.rank={config.lora.rank}"
+
+
 def _parameters(hf_config: dict) -> int:
     from jaxrl import models
 

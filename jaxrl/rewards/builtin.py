@@ -25,6 +25,8 @@ from jaxrl.sandbox.grading import grade
 LIMIT = 2.0  # seconds of processor time for one completion, in the worker's main thread; at most SHARE of
 SHARE = 0.2  # reward.timeout_seconds, which is wall time: on a busy machine a wrong completion must not time out
 MAX_CHARS_READ = 8000  # characters that `math` reads: from the last \\boxed on, or the end of a completion without one
+BUILT_IN = ("jaxrl.rewards.builtin", "jaxrl.rewards.published")
+SERVICES = ("remote", "judge")  # rewards that are called over HTTP (rewards.services), which are no functions
 _FUNCTIONS: dict[str, Callable] = {}
 
 
@@ -39,10 +41,12 @@ def register_reward(name: str):
     worker is ready; `size` and `seconds`, completions and time limit of one call of a batched function.
 
     Raises:
-      ValueError: another function has this name.
+      ValueError: another function, a built-in one too, or a service (remote, judge) has this name.
     """
     def add(fn):
-        known = _FUNCTIONS.get(name)
+        if name in SERVICES:
+            raise ValueError(f"reward {name!r} is the service of reward.{name}; choose another name")
+        known = (_FUNCTIONS if fn.__module__ in BUILT_IN else registered_rewards()).get(name)
         if known is not None and (known.__module__, known.__qualname__) != (fn.__module__, fn.__qualname__):
             raise ValueError(f"reward {name!r} is registered already, by {known.__module__}:{known.__qualname__}")
         _FUNCTIONS[name] = fn

@@ -10,11 +10,9 @@ import math
 import re
 
 from jaxrl.errors import ConfigError
-from jaxrl.rewards.builtin import registered_rewards
+from jaxrl.rewards.builtin import BUILT_IN, registered_rewards
 from jaxrl.rewards.services import service_options
 from jaxrl.workers.handing import FunctionFolder, check_place, file_spec, function_spec
-
-BUILTIN = ("jaxrl.rewards.builtin", "jaxrl.rewards.published")
 
 
 def to_spec(function, folder: FunctionFolder, services=()) -> str:
@@ -34,7 +32,7 @@ def to_spec(function, folder: FunctionFolder, services=()) -> str:
             return function
         if ":" not in function and function in registered_rewards():
             fn = registered_rewards()[function]
-            return function if fn.__module__ in BUILTIN else to_spec(fn, folder)
+            return function if fn.__module__ in BUILT_IN else to_spec(fn, folder)
         return file_spec(function)
     if not inspect.isfunction(function):
         raise ConfigError(f"reward {function!r}: pass a plain function (def ...), its name, or "
@@ -67,7 +65,12 @@ def check_specs(config, specs, names, replaced: bool, services=()) -> dict[str, 
             raise ConfigError(f"reward.{field}={r[field]}: must be above 0")
     if not 0 <= r.max_failed_fraction <= 1:
         raise ConfigError(f"reward.max_failed_fraction={r.max_failed_fraction}: must lie in [0, 1]")
+    env = config.env.function or config.env.program or config.env.malformed_penalty
+    given = {"env": ("env.*", env), "reward_model": ("reward.model", r.model.path)}  # parts that no function computes
     for spec, name in zip(specs, names, strict=True):
+        if name in given and given[name][1]:
+            raise ConfigError(f"reward function {name!r}: it has the name of the score of {given[name][0]}; rename the "
+                              "function")
         if specs.count(spec) > 1:
             raise ConfigError(f"reward function {name!r} is listed twice; set its weight with reward.weights")
         if spec not in services:

@@ -84,20 +84,20 @@ def serve_each(calls, task, setup, out) -> None:
 
 
 def serve_async(calls, task, setup, out) -> None:
-    """Runs all jobs of a task at once and sends one reply per job; a job that takes longer than setup["limit"] seconds
-    is cancelled and has the outcome "timeout".
+    """Runs all jobs of a task at once and sends one reply per job; a job that takes longer than its function's limit,
+    without one setup["limit"] seconds, is cancelled and has the outcome "timeout".
 
     calls: Calls by function. task: {jobs: [[item, function], ...], items}. setup: the worker's first message. out:
     Replies."""
     import asyncio
 
     async def one(k, i, f):
+        limit = calls[f].seconds or setup["limit"]
         try:
-            call = calls[f].call_one(task["items"][i], setup["shared"])
-            result = outcome(await asyncio.wait_for(call, setup["limit"]))
+            result = outcome(await asyncio.wait_for(calls[f].call_one(task["items"][i], setup["shared"]), limit))
         except TimeoutError as e:
-            limit = asyncio.get_running_loop().time() - started >= setup["limit"]
-            result = {"value": None, "outcome": "timeout", "metrics": {}} if limit else failure(e)
+            late = asyncio.get_running_loop().time() - started >= limit
+            result = {"value": None, "outcome": "timeout", "metrics": {}} if late else failure(e)
         except (Exception, SystemExit, asyncio.CancelledError) as e:
             result = failure(e)
         out.send({"job": k, **result})

@@ -32,12 +32,17 @@ from jaxrl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
-    """Advantages of a batch of N sequences and T tokens, and what else their estimator computes; `returns` is None but
-    for gae."""
+    """Advantages of a batch of N trajectories and T tokens, and what else their estimator computes; `returns` is None
+    but for gae.
 
-    tokens: np.ndarray  # [T] float64; 0 outside the loss mask and in completions without a score
+    An estimator alone may leave numbers in `tokens` outside the loss mask and in trajectories without a score;
+    `advantages` sets them to 0. zero_signal is decided before whitening and clipping: for turn, gigpo and dpo by the
+    advantages; for the others by algorithms.group_advantages of the scores (of outcome and of a user's function less
+    their KL), whatever the estimator makes of them."""
+
+    tokens: np.ndarray  # [T] float64; of `advantages` 0 outside the loss mask and in trajectories without a score
     returns: np.ndarray | None  # [T] float64: targets of the critic; its own value where the score is absent
-    zero_signal: np.ndarray  # [N] bool: sequences of groups without any advantage
+    zero_signal: np.ndarray  # [N] bool: trajectories of groups without signal
     metrics: Mapping[str, float] = {}  # of the estimator, by name
 
 
@@ -59,8 +64,8 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
                  log-ratios
 
     Sources: gae arXiv 1506.02438, gigpo arXiv 2505.10978, dpo arXiv 2402.04792 (OAIF); those of outcome stand at
-    algorithms.group_advantages, with its divisors. The result is whitened over the loss tokens of sequences with a
-    score (whiten_mean, whiten_std; algorithms.whiten), then clipped.
+    algorithms.group_advantages, with its divisors. With `whiten` the result is whitened over the loss tokens of
+    sequences with a score (whiten_mean, whiten_std; algorithms.whiten); advantage_low and advantage_high then clip it.
 
     Args:
       options: the group `algorithm` of a Spec.
@@ -69,7 +74,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
         then the leave-one-out baseline.
       scores: [N] float64, NaN = absent.
       baseline: [N] float64, scores of greedy completions, NaN = absent; read with advantage_mean=greedy only.
-      kl: [T] float64 in nats, or None if it is not subtracted from the reward.
+      kl: [T] float64 in nats, or None if it is not subtracted from the reward; dpo needs it.
       values: [T] float of the critic, for gae.
       rewards, columns, user: passed on to a user's function.
       scale: reward.scale, which is in the scores already but not in the column `reward`.
@@ -78,7 +83,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
       Advantages, 0 outside loss_mask and in sequences without a score.
 
     Raises:
-      ConfigError: a user's function failed or returned another shape.
+      ConfigError: a user's function failed, or returned another shape or numbers that are not finite.
       ValueError: advantage_mean=greedy without a baseline.
     """
     inputs = EstimatorInputs(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
@@ -105,8 +110,8 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
       scores: [N] float64, NaN = absent. inputs: the keyword arguments of `advantages`.
 
     Returns:
-      Advantages; an estimator's metrics are those of the last source, by name, that has any. If a source has a table,
-      `returns` is None, whatever the estimator."""
+      Advantages. Each of an estimator's metrics is that of the last source, by name, that has it; shares are of the
+      tokens or groups of the whole batch. If a source has a table, `returns` is None, whatever the estimator."""
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
     table_of_N = np.where(np.isin(names, list(tables)), names, "")
@@ -156,7 +161,8 @@ class EstimatorInputs(NamedTuple):
     def relative_to_group(self, scores):
         """Computes `group_advantages` of scores [N] float64 with the job's advantage_mean and advantage_std.
 
-        Returns ([N] float64, scores minus baseline over scale; [N] bool, sequences of groups without signal)."""
+        Returns ([N] float64, scores minus baseline over scale, 0 for absent scores; [N] bool, sequences of groups where
+        all of these are 0)."""
         return group_advantages(scores, self.traj.group, mean=self.options.advantage_mean,
                                 std=self.options.advantage_std, baseline_N=self.baseline)
 
@@ -164,7 +170,7 @@ class EstimatorInputs(NamedTuple):
         """Returns rewards [T] float64 that add up to each sequence's entry in `values` [N] float64, minus kl.coef times
         the KL per token.
 
-        See algorithms.token_rewards; sequences without a score get 0."""
+        See algorithms.token_rewards; sequences without a score or without loss tokens get 0."""
         traj, of_turns = self.traj, self.traj.columns.get("reward")
         return token_rewards(np.where(np.isfinite(self.scores), values, np.nan), traj.loss_mask, traj.spans, self.kl,
                              self.options.kl.coef, None if of_turns is None else self.scale * of_turns.astype(float))
@@ -202,7 +208,8 @@ def gae_with_critic(inputs: EstimatorInputs) -> Advantages:
     """Computes generalized advantage estimation (arXiv 1506.02438) with the critic's values (algorithms.gae).
 
     lam, or lam_alpha's length-adaptive lambda, is the advantages'; the critic's targets use critic_lam if it is set,
-    else lam. Outside the loss tokens and in sequences without a score the targets are the critic's own values."""
+    else lam. Outside the loss tokens and in sequences without a score the targets are the critic's own values; the
+    advantages of the latter take absent rewards as 0, and `advantages` masks them."""
     options, traj, values = inputs.options, inputs.traj, np.asarray(inputs.values)
     numbers, zero = inputs.relative_to_group(inputs.scores)
     steps = inputs.token_rewards(numbers), values, traj.loss_mask, traj.spans, options.gamma
@@ -259,8 +266,9 @@ def user_advantages(inputs: EstimatorInputs) -> Advantages:
     """Returns the advantages of a user's function (registered, or an import path), spread over tokens if it returns
     [N].
 
-    The function gets AdvantageInputs whose scores have kl.coef * summed KL subtracted. Raises ConfigError if it fails,
-    returns another shape than [N] or [T], or numbers at loss tokens that are not finite.
+    The function gets AdvantageInputs whose scores have kl.coef * summed KL subtracted. zero_signal is by these scores,
+    not by what it returns. Raises ConfigError if it fails, returns another shape than [N] or [T], or numbers at loss
+    tokens, those of absent scores too, that are not finite.
     """
     name, traj, scores = inputs.options.advantage, inputs.traj, inputs.scores_less_kl()
     function = ADVANTAGES[name] if name in ADVANTAGES else imported(name)
@@ -283,7 +291,7 @@ ESTIMATORS = {"outcome": outcome, "returns": returns, "gae": gae_with_critic, "t
 
 
 def without_signal(traj, tokens) -> np.ndarray:
-    """Returns [N] bool: sequences of groups in which no token has an advantage. tokens: [T] float advantages."""
+    """Returns [N] bool: sequences of groups in which no loss token has an advantage. tokens: [T] float advantages."""
     _, group = np.unique(traj.group, return_inverse=True)
     return np.bincount(group, traj.total(tokens != 0))[group] == 0
 

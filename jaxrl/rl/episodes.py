@@ -63,7 +63,9 @@ def check_failures(env, step: int, outcomes, requested: int) -> None:
 
 
 def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> dict[str, float]:
-    """Returns the metrics of a step's episodes: turns, segments, observed tokens, calls, seconds, absences.
+    """Returns the metrics of a step's episodes: turns, segments (sequences), observed tokens, calls, seconds, absences.
+    All but absences and env/turns_max are means over the episodes in traj. Observed tokens are those outside the loss
+    and the first prompt, the prompts of later sequences among them.
 
     Args:
       traj: Trajectories of the episodes. outcomes: protocol.Outcome of each.
@@ -89,7 +91,8 @@ def episode_metrics(traj, outcomes, failed: dict[str, int], requested: int) -> d
 def conversations(traj, tokenizer) -> list[list[dict]]:
     """Decodes each trajectory into pieces {text, trained} for people to read, in order; one list per trajectory.
 
-    A sampled piece also has the number (`turn`) and `reward` of its turn; `opens` marks the beginning of a sequence.
+    A sampled piece also has the number (`turn`, from 0) and `reward` of its turn; both are 0 without such columns.
+    `opens` marks the beginning of a sequence.
 
     traj: Trajectories. tokenizer: decodes lists of token ids (batch_decode).
     """

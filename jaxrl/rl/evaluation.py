@@ -57,7 +57,8 @@ class Evaluation:
     def __call__(self) -> tuple[dict[str, float], dict[str, list[dict]], dict]:
         """Evaluates, and writes the records on process 0.
 
-        Returns (metrics, records by set, entry of summary.json); all empty if a stop was requested.
+        Returns (metrics, records by set, entry of summary.json). After a stop metrics and records are empty, the entry
+        is {"sets": {}}.
         """
         self.sync.catch_up()  # the accuracy of a step is that of its weights
         metrics, rows = evaluate(self.s, self.job, self.receive)
@@ -70,9 +71,10 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
     """Completes and scores all rows of all eval sets with the engine's weights.
 
     accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
-    unweighted and unshaped; with several samples, the mean over them (mean@k). A row whose reward failed counts as not
-    accurate, and the share of such rows is reported. Metrics over all sets weigh every row equally. Blind controls
-    (eval.controls) are scored as further sets, outside the metrics over all sets.
+    unweighted and unshaped; with several samples, the mean over them (mean@k). A completion without that reward, also
+    of a row that other functions score, counts as not accurate; failed_fraction is the share of these. Metrics over all
+    sets weigh every row equally. Blind controls (eval.controls) are scored as further sets, outside the metrics over
+    all sets. A control, and all sets together, have accuracy, mean@k and pass@k alone. At least one set is needed.
 
     Args:
       s, job: session and job.
@@ -80,11 +82,12 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 
     Returns:
       (metrics "eval/<set>/<name>", of a control "eval/<set>/<control>/<name>", over all sets "eval/<name>"; records per
-      set), the same on every process; both empty if a stop was requested.
+      set, without the controls'). Both are the same on every process, but for the names of image files, which process
+      0 alone has; both are empty if a stop was requested.
 
     Raises:
       RunStopped: too many episodes failed because of their environment, or too many rewards failed.
-      TimeoutError: the completions of a set are missing after rollout.timeout_seconds."""
+      TimeoutError: a set's completions are missing after rollout.timeout_seconds (RunStopped on other processes)."""
     c = job.config
     longest = c.eval.max_new_tokens or c.rollout.max_new_tokens
     sampling = sampling_params(c.eval, longest, c.eval.stop or c.rollout.stop, c.rollout.stop_token_ids,
@@ -155,11 +158,12 @@ def complete_rows(s, job, name: str, batch, sampling, receive=None, control: str
       control: name of the blind control whose pictures the rows have; "" = their own.
 
     Returns:
-      (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested.
+      (Trajectories, Example of each, completion texts, RewardResult), or None if a stop was requested, and in a single
+      process for an empty batch.
 
     Raises:
-      RunStopped: more than env.max_failed_fraction of the episodes failed because of their environment, or too many
-        rewards failed.
+      RunStopped: more than env.max_failed_fraction of a process's episodes failed because of their environment, or too
+        many of its rewards failed.
       TimeoutError: completions are missing after rollout.timeout_seconds (RunStopped on the other processes)."""
     c, mine = job.config, [(i, e) for i, e in batch if owner_process(i, s.peers.count) == s.peers.index]
 
@@ -263,8 +267,8 @@ def summary(metrics: dict[str, float]) -> dict:
 
 
 def publish_latest(s, job):
-    """Loads the latest checkpoint's weights, or else the model of the config, and publishes them to the engine if there
-    is one.
+    """Loads the weights of the checkpoint that run.resume chooses (auto: the latest of run.dir), or else the model of
+    the config, and publishes them to the engine if there is one.
 
     Also sets the session's progress from the checkpoint and opens telemetry, which then writes no metrics.
 
@@ -302,14 +306,14 @@ def publish_latest(s, job):
 
 
 def evaluate_only(s, job) -> dict:
-    """Runs run.mode=eval: evaluates the latest checkpoint of run.dir, or else the model of the config; writes the
-    records and prints the metrics.
+    """Runs run.mode=eval: evaluates what `publish_latest` loads, a checkpoint or else the model of the config; writes
+    the records and prints the metrics.
 
     s, job: session and job. Returns the content of summary.json: "evaluated", where the weights are from, and "eval",
-    the metrics as `summary` nests them.
+    the metrics as `summary` nests them, {"sets": {}} after a stop. Records that an earlier evaluation wrote stay.
 
-    Raises CheckpointError or ConfigError for a checkpoint that cannot be loaded (`publish_latest`), RunStopped where
-    too many episodes or rewards failed.
+    Raises CheckpointError or ConfigError for a checkpoint that cannot be loaded (`publish_latest`), and what `evaluate`
+    raises.
     """
     _, where = publish_latest(s, job)
     s.console.start("eval")

@@ -33,7 +33,7 @@ class RecordedStep:
     Attributes:
       rows: (group, sample) -> number of the completion.
       scores: address of what reward functions were passed (items.address) -> number of the completion.
-      functions: name -> RewardPool.keys() of the recorded run.
+      functions: name of a reward function of the recorded run -> its key (RewardPool.keys).
       changed_options: sampling options whose values differ from the fork's.
       usable: the record has its sampling options, and none of these differ.
     """
@@ -91,6 +91,10 @@ class ForkSource:
 
     Args:
       s: the fork's session. spec: its Spec; fork.run is the recorded run.
+
+    Attributes:
+      policy: the fork's Policy, which the recipe sets before the first `on_publish`.
+      last_identical_version: -1 before a comparison found equal weights. diverged: whether one found others.
     """
 
     policy: Policy  # the fork's; the recipe sets it
@@ -233,9 +237,9 @@ class ForkSource:
 
 
 class CachedEngine(Engine):
-    """An engine that takes results from a ForkSource where it has them and passes other requests on.
+    """An engine that takes results from a ForkSource (`fork`) where it has them and passes other requests to `engine`.
 
-    See protocol.Engine for the methods.
+    See protocol.Engine for the methods; those that are not defined here are the wrapped engine's.
     """
 
     def __init__(self, engine, fork: ForkSource):

@@ -18,7 +18,8 @@ log = logging.getLogger("jaxrl")
 def accuracy_rewards(spec, result):
     """Returns the raw values, float64 [N], of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
 
-    Those of the first reward where that one is used in evaluation only. result: RewardResult.
+    Those of the first reward where eval.accuracy_from is empty or used in evaluation only. It is one reward for all
+    completions: NaN also for rows that other functions score. result: RewardResult with at least one reward.
     """
     return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
 
@@ -28,7 +29,8 @@ BUCKETS = {"gap/stale_": "staleness/", "gap/images": "rollout/image_fraction", "
 
 
 def mean_metrics(steps: list[dict]) -> dict[str, float]:
-    """Averages the metrics of several optimizer steps by name; takes the maximum of names that end in /max or _max.
+    """Averages the metrics of several optimizer steps by name, each over the steps that have it; takes the maximum of
+    names that end in /max or _max.
 
     Parts of gap/mean over a bucket of tokens (BUCKETS) become means over the bucket; empty buckets are left out, and so
     is rollout/text_fraction. {} without steps."""
@@ -68,11 +70,12 @@ def check_logprob_gap(limits, step: int, metrics: dict[str, float]) -> None:
 def rollout_metrics(batch, zero_signal, per_completion, layout) -> dict[str, float]:
     """Returns the metrics of one batch of N completions: rewards, lengths, absences, packing, per source.
 
-    reward/mean and reward/std (ddof 0) are of shaped rewards, those of single rewards raw; absent ones are left out.
-    Lengths are in loss tokens. rollout/absent_fraction is over the requested completions, other fractions over N.
+    reward/mean and reward/std (ddof 0; 0 if all are absent) are of shaped rewards, those of single rewards raw; absent
+    ones are left out. Lengths are in loss tokens. rollout/absent_fraction, without a score, is over batch.asked, the
+    truncated and zero-signal fractions over N. The batch's metrics are added as they are.
 
     Args:
-      batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without any advantage.
+      batch: rl.rollouts.Batch. zero_signal: [N] bool, completions of groups without signal (advantages.Advantages).
       per_completion: [N] float64, mean advantages. layout: training.Layout of the update.
     """
     traj, scores = batch.traj, batch.shaped

@@ -162,7 +162,10 @@ class UpdatePrecompiler:
     (`may_precompile`), if some of the state is in host memory, and for an optimizer that updates all at once: one of an
     import path, or those of an adapter set.
 
-    policy: roles.role.Policy, started. objective: its training.Objective."""
+    The constructor queues two programs for the process's background threads: that of the expected microbatches and that
+    of the optimizer step. Only shapes of the state are read.
+
+    job: run.setup.Job. policy: roles.role.Policy, started. objective: its training.Objective."""
 
     def __init__(self, job, policy, objective):
         self.job, self.policy, self.objective = job, policy, objective
@@ -200,7 +203,8 @@ class UpdatePrecompiler:
             before_update.append(observe)
 
     def close(self) -> None:
-        """Stops the background thread; programs that it has not begun are compiled by the update that calls them."""
+        """Cancels compilations that have not begun: the update that calls these programs compiles them. One that runs
+        continues."""
         self.compiler.stop()
 
     def _expected(self) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ COMPUTED = ("old", "ref", "advantage", "return", "old_value")  # columns that a 
 
 class Recording:
     """Records the steps of a run that record.* selects. Deletes, when it is made, the records of later steps than the
-    run's.
+    run's, also without record.every; with it, writes the config there.
 
     Every process calls it. Process 0 writes in the thread that writes rollouts, before the step's checkpoint commits.
 
@@ -105,8 +105,8 @@ class Recording:
         files.keep_newest(self.folder, self.options.last)
 
     def summary(self) -> dict:
-        """Returns the entry `record` of summary.json: steps, bytes and tokens recorded, bytes per token; {} if
-        nothing was."""
+        """Returns the entry `record` of summary.json: steps, bytes and tokens that this process wrote, bytes per token;
+        {} if it wrote none."""
         if not self.steps:
             return {}
         return {"record": {"steps": self.steps, "bytes": self.bytes, "tokens": self.tokens,
@@ -143,7 +143,11 @@ def batch_arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def batch_header(batch: Batch) -> dict:
-    """Returns the parts of a batch that are not arrays, as a JSON-able dict."""
+    """Returns the parts of a batch that are not arrays, as a JSON-able dict.
+
+    "asked" and "cursor"; "rewards", names of the parts; "by", the result's; per completion "sources", "outcomes" other
+    than "ok", and "noted", its metrics by function.
+    """
     return {"asked": batch.asked, "cursor": batch.cursor, "rewards": list(batch.result.parts), "by": batch.result.by,
             "sources": [getattr(g.example, "source", "") for g in batch.groups],
             "outcomes": [{name: text for name, text in own.items() if text != "ok"} for own in batch.result.outcomes],
@@ -163,7 +167,8 @@ class Group(NamedTuple):
 
 
 def restore_batch(record) -> Batch:
-    """Rebuilds the Batch of a recorded step, with the fields that its update reads. record: records.files.Record."""
+    """Rebuilds the Batch of a recorded step, with the fields that its update reads: without texts, images and metrics.
+    record: records.files.Record."""
     traj, tokens, reward = record.part("traj"), record.part("token"), record.part("reward")
     fields = {field.name for field in dataclasses.fields(Trajectories)}
     parts = {name: reward[name] for name in record.header["rewards"]}

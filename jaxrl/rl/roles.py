@@ -33,6 +33,11 @@ class Roles:
     Args:
       job: run.setup.Job. total_steps: RL steps of the whole run, for schedules.
 
+    Attributes:
+      critic, reference: roles.critic.Critic and roles.reference.Reference, or None where the algorithm needs none.
+      loss: training.PolicyGradient. score: the policy's log-probs (`scorer`).
+      updates_per_step: optimizer steps of an RL step. old_source: algorithm.old_logprobs as resolved.
+
     Raises:
       ConfigError: an algorithm option does not fit the model.
     """
@@ -60,8 +65,8 @@ class Roles:
             self.reference = kind(job, self.scorer(job, "reference"))
 
     def scorer(self, job, role: str):
-        """Returns score(params, traj, layout) -> [T] float32 log-probs of the sampled tokens in nats, 0 at other
-        tokens, compiled for a role's devices.
+        """Returns score(params, traj, layout) -> [T] float32 log-probs of the sampled tokens in nats, at
+        reference.training_temperature, 0 at other tokens, compiled for a role's devices.
 
         The policy has its adapters, any other role none. With algorithm.routes=scored the policy's returns a dict,
         "logprob" [T] float32 and "routes" [T, n * K] int16, instead (training.score.make_score).
@@ -77,7 +82,8 @@ class Roles:
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The parameters that train, with their optimizer: a Policy, made on first use."""
+        """The parameters that train, with their optimizer: a Policy, made on first use, when the reference gets it. A
+        recipe may set its own instead, before that; a reference then needs its `policy` set, too."""
         policy = Policy(self.job, self.loss, self.total_steps * self.updates_per_step, self.score)
         if self.reference is not None:
             self.reference.policy = policy
@@ -115,10 +121,11 @@ class Roles:
           traj: Trajectories of the batch. layout: training.Layout to score it in.
 
         Returns:
-          name -> [T] float32 log-probs in nats (behaviour, old, ref), `support` [T, K] int32, `behind_image` [T]
-          float32 (1 or 0) where rows may have images, and `routes` [T, n * K] int16 where the update replays routes:
-          sampled routes, which proximal log-probs replay too, or the routes of the pass for proximal log-probs. With
-          `support` all log-probs are of the distribution cut to it."""
+          name -> [T] float32 log-probs in nats (behaviour; old unless old_logprobs is "current"; ref with a
+          reference), `support` [T, K] int32, `behind_image` [T] float32 (1 or 0) where rows may have images, and
+          `routes` [T, n * K] int16 where the update replays routes: sampled routes, which proximal log-probs replay
+          too, or the routes of the pass for proximal log-probs. With `support` all log-probs are of the distribution
+          cut to it."""
         out = {"behaviour": traj.logprobs}
         if "support" in traj.columns:  # every log-prob is then of the distribution cut to it, as the tokens were drawn
             out = {"behaviour": traj.logprobs - traj.columns["kept"], "support": traj.columns["support"]}

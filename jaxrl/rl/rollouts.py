@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     baseline: np.ndarray | None  # [N] score of the greedy completion of the trajectory's prompt
     dropped: np.ndarray  # [N] bool: trajectories of groups that dynamic sampling masks
     staleness: np.ndarray | None  # [T] float32: see queue.staleness; 0 where not sampled. None where nothing runs ahead
-    asked: int  # number of requested completions
+    asked: int  # number of requested completions; with dynamic_sampling=refill those of the chosen groups
     cursor: int  # position of the data after this step
     metrics: dict[str, float]
     pass_rates: dict[int, float]  # position -> share of its completions that pass, over all requested groups, if used
@@ -73,8 +73,8 @@ class Round(NamedTuple):
     """The scored completions of some prompt groups; `asked` counts the completions requested."""
 
     rows: list  # (request, result, group, text, record of RewardResult.records()) of every completion
-    greedy: dict[int, float]  # group -> score of its greedy completion
-    keep: dict[int, bool]  # group -> whether it has signal
+    greedy: dict[int, float]  # group -> shaped score of its greedy completion
+    keep: dict[int, bool]  # group with a completion -> whether it has signal; True for all if nothing is filtered
     asked: int
     failed: dict[str, int]  # cause -> number of absent episodes
 
@@ -91,6 +91,9 @@ class Rollouts:
       reward_model: roles.reward_model.RewardModel, or None.
       fork: the recorded run that this run forks (rl.fork_source.ForkSource), or None.
       images: the job's ImageSource, or None.
+
+    Attributes:
+      queue: rollout.queue.RolloutQueue. poll, release: its methods. scorer: of rewards in the background, or None.
 
     Raises:
       ConfigError: the engine lacks something that the options need.
@@ -156,8 +159,8 @@ class Rollouts:
           progress: run.session.Progress of the run, which this does not change.
 
         Raises:
-          RunStopped: no request was completed, too many rewards or episodes failed, or another process raised
-            TimeoutError.
+          RunStopped: no request was completed, too many rewards or episodes of a process failed, a score is too large
+            for fp32 (rewards.shape), or another process raised TimeoutError.
           TimeoutError: completions are missing after rollout.timeout_seconds."""
         mode, limit = self.spec.algorithm.dynamic_sampling, self.spec.algorithm.dynamic_sampling_rounds
         rounds, cursor, wanted, lack = [], progress.cursor, 0, 0
@@ -322,8 +325,8 @@ class Rollouts:
     def publish(self, params, version: int) -> None:
         """Hands the weights after `version` completed steps to the engine.
 
-        Without rollout.partial it first waits for completions that have started. Raises TimeoutError if that takes more
-        than rollout.timeout_seconds. params: the model's parameter tree.
+        Without rollout.partial it first waits for completions that have started, or for a stop. Raises TimeoutError if
+        that takes more than rollout.timeout_seconds. params: the model's parameter tree.
         """
         self.queue.publish(params, version, self.spec.rollout.timeout_seconds, self.session.interrupted)
 
@@ -370,16 +373,16 @@ class Rollouts:
         return {"state": state, "sizes": [len(p) for p in self._payloads]}
 
     def arrays(self):
-        """Returns the arrays that belong to the last `host`: number of a process -> its encoded completions, [bytes]
-        uint8."""
+        """Returns the arrays that belong to the last `host` that was not None: number of a process -> its encoded
+        completions, [bytes] uint8."""
         return {str(i): np.frombuffer(p, np.uint8) for i, p in enumerate(self._payloads)}
 
 
 def pass_rates(rows, config) -> dict[int, float]:
     """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
 
-    That reward is eval.accuracy_from, or the completion's first where it lacks that one. Completions without any reward
-    are not counted, groups of such completions left out.
+    That reward is eval.accuracy_from, or the completion's first function where that one does not apply to it.
+    Completions to which that function gave no score are not counted, groups of such completions left out.
 
     rows: of Round. config: of the job.
     """

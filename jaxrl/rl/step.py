@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     the KL is not subtracted from the reward."""
 
     layout: StepLayout
-    columns: dict[str, np.ndarray]  # [T] by name
+    columns: dict[str, np.ndarray]  # [T, ...] by name
     advantages: Any  # Advantages
     values: np.ndarray | None  # [T] of the critic
     kl: np.ndarray | None  # [T], where it is subtracted from the reward
@@ -123,8 +123,8 @@ def one_step(loop: Loop) -> StepResult | None:
 
 
 def next_while_resting(s: Session, job: Job, policy, rollouts: Rollouts, progress):
-    """Samples the next batch while the policy rests in host memory; afterwards the sampler rests, if mesh.roles says
-    so.
+    """Samples the next batch while the policy rests in host memory, if it does (Role.rests); afterwards the sampler
+    rests, if Job.rests says so.
 
     Returns what `rollouts.next(progress)` returns: a Batch, or None if a stop was requested."""
     with policy.resting(job.engine):
@@ -167,7 +167,7 @@ def prepare(spec, roles: Roles, batch, layout: StepLayout) -> Prepared:
       batch: rl.rollouts.Batch. layout: of `lay_out`.
 
     Returns:
-      Prepared, whose columns are what `learn` packs: [T] by name, log-probs in nats, advantages as float32.
+      Prepared, whose columns are what `learn` packs: [T, ...] by name, log-probs in nats, advantages as float32.
 
     Raises:
       ConfigError: a user's advantage function failed.
@@ -197,7 +197,7 @@ def learn(spec, roles: Roles, batch, prepared: Prepared, step: int, meanwhile=la
     Args:
       spec: the job's Spec. roles: policy and critic, whose states it replaces.
       batch: rl.rollouts.Batch. prepared: of `prepare`.
-      step: completed steps of the run. meanwhile: called after each optimizer step was dispatched,
+      step: completed steps of the run. meanwhile: called after each optimizer step of the policy was dispatched,
         while the device works.
 
     Returns:
@@ -233,7 +233,7 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
       meanwhile: called after each optimizer step was dispatched.
     """
     traj, a, pending = policy.shown(batch.traj), spec.algorithm, []
-    weigh = make_loss_weigher(spec, batch, prepared.columns)
+    weigh, masked_fractions = make_loss_weigher(spec, batch, prepared.columns)
     if a.early_stop_ratio or a.early_stop_kl:
         policy.state = clear_early_stop(policy.state)
     for _ in range(a.ppo_epochs):
@@ -241,18 +241,19 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
             weights = weigh(minibatch.sequences)
             packed = (training.pack(traj, m, prepared.columns, weights) for m in minibatch.microbatches)
             metrics = policy.update(map(policy.put, packed))
-            pending.append(metrics | weigh.masked_fractions)
+            pending.append(metrics | masked_fractions)
             meanwhile()
     return pending
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns a function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64} for one batch.
+    """Returns (function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64}, metric -> share of
+    the batch's loss tokens that its mask leaves out) for one batch.
 
-    Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
-    sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
-    moment, covariance, ratio of the completion). Masked tokens stay in the denominators. The function's attribute
-    `masked_fractions` maps a metric to the share of the batch's loss tokens that its mask leaves out.
+    Those of "policy" are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that
+    dynamic sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared
+    prefix, second moment, covariance, ratio of the completion). Masked tokens stay in the denominators. "token" and,
+    with positive_nll_coef, "positive" are token means without these masks (training.loss_weights).
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch.
@@ -270,8 +271,7 @@ def make_loss_weigher(spec, batch, columns):
     weigh = functools.partial(training.loss_weights, traj, aggregation=a.aggregation, chunk=a.aggregation_sequences,
                               max_tokens=a.aggregation_constant or c.rollout.max_new_tokens, dropped=dropped, keep=keep,
                               positive=positive)
-    weigh.masked_fractions = {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
-    return weigh
+    return weigh, {name: float((~mask[traj.loss_mask]).mean()) for name, mask in masks.items()}
 
 
 def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, float]:
@@ -279,7 +279,8 @@ def step_metrics(spec, batch, prepared: Prepared, per_completion) -> dict[str, f
     values.
 
     Values and the KL (nats, before kl.coef) are means over loss tokens; accuracy/train is the share of completions
-    whose raw reward reaches reward.pass_mark, an absent one counting as below it.
+    whose raw reward reaches reward.pass_mark, an absent one counting as below it. It is left out where
+    eval.accuracy_from names a reward of evaluation alone.
 
     Args:
       spec: the job's Spec. batch: rl.rollouts.Batch. prepared: of `prepare`.

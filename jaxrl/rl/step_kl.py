@@ -52,7 +52,8 @@ def interpolate(before: dict, after: dict, scale):
 class StepLimit:
     """Bounds the KL of one step: made before its updates, applied after them by `enforce`.
 
-    Collective: every process calls it and gets the same log-probs.
+    Collective: every process calls it and gets the same log-probs. The constructor scores the batch, and copies the
+    parameters that train on their devices.
 
     Args:
       policy: roles.role.Policy. traj: Trajectories of the batch. layout: training.Layout to score in.

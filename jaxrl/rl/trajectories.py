@@ -63,7 +63,7 @@ def make_requests(
 
 
 def collect(requests, results, max_sequence_tokens: int = 0, images=None) -> Trajectories:
-    """Builds Trajectories from N Request and their N Result, in request order.
+    """Builds Trajectories from N Request and their N Result, at least one, in request order.
 
     A completion is one sequence. An episode continues in one sequence, with the tokens between its turns masked, until
     a turn opens another. The columns are those of types.Trajectories.
@@ -246,7 +246,8 @@ COLUMNS = {"tokens": "tokens", "logprobs": "logprobs", "kept": "log_kept_mass", 
 
 
 def results_to_bytes(results: list[Result], meta) -> bytes:
-    """Encodes engine results and a JSON-able `meta` as bytes, for other processes and checkpoints."""
+    """Encodes engine results and a JSON-able `meta` as bytes, for other processes and checkpoints. Where some results
+    have a support, one without must have no tokens."""
     columns = COLUMNS if results else {}
     flat = {name: np.concatenate([getattr(r, own) for r in results]) for name, own in columns.items()}
     if support := [r.support for r in results if r.support is not None]:  # an aborted result may have none

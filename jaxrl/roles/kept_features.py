@@ -40,7 +40,7 @@ def keeps_features(config, model) -> bool:
 
 class KeptFeatures:
     """Features by a picture's number, in host memory up to train.image_cache_gb (1e9 bytes each); the least recently
-    used are dropped first.
+    used are dropped first. Those of a batch (`shown`) also stay as long as the batch.
 
     Args:
       job: run.setup.Job, with room for images in its rows.

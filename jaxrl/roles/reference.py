@@ -44,6 +44,8 @@ class Reference(Role):
       job: run.setup.Job. score: (params, traj, layout) -> [T] float32 log-probs in nats.
 
     Attributes:
+      policy: the Policy whose base it is where adapters train, and whose image features it reads; rl.roles.Roles and
+        sums.ReferenceSums set it before its first use.
       moves: whether it is reset during the run (reference.reset_steps, reference.reset_epochs).
       epochs: passes over the data at which a reset was last due.
     """

@@ -136,9 +136,8 @@ class RewardModel(Role):
     def add_scores(self, traj, examples, texts, result: RewardResult | None) -> RewardResult | None:
         """Adds the part `reward_model` with its weight: the score after the last token of each trajectory. Collective.
 
-        Of several sequences of a trajectory it reads the last. A sequence that is longer than
-        reward.model.max_sequence_tokens, or whose score is not finite, has no score (NaN in the part), which counts as
-        a failure.
+        Of several sequences of a trajectory it reads the last. A sequence without tokens or of more than
+        `longest_scored` has no score, nor has one whose score is not finite: NaN in the part, and counted as a failure.
 
         Args:
           traj: N trajectories. examples, texts: row and completion text of each.

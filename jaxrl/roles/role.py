@@ -96,8 +96,8 @@ class Role:
           columns: {name: [T, ...]} token columns to pack with the batch; None = those that scoring takes by default.
 
         Returns:
-          [T] float32, log-probs (nats) or values at loss tokens, 0 on the others. What the role's own score function
-          gives may be a dict instead (training.score.make_score with routes).
+          [T] float32, log-probs (nats) or values at loss tokens, 0 on the others; read-only where it was received. What
+          the role's own score function gives may be a dict instead (training.score.make_score with routes).
         """
         where, sent, traj = self.scored_by, b"", self.shown(traj)
         if where is None or jax.process_index() in where:
@@ -183,7 +183,7 @@ class Policy(Role):
         self.state = state.replace(opt_state=keep_schedules(fresh, state.opt_state))
 
     def export(self, folder) -> None:
-        """Writes a Hugging Face folder, in checkpoint.export_dtype.
+        """Writes a Hugging Face folder, in checkpoint.export_dtype; one that is there is replaced. Collective.
 
         It holds the merged model, or with lora.export=adapter the adapter in PEFT's files; each of an adapter set is in
         a subfolder of its name."""
@@ -285,7 +285,7 @@ class WeightSync:
     """Syncs the policy's weights to the engine, with completed steps as their version. A call syncs now. Collective.
 
     Args:
-      s: the Session, whose `step` counts completed steps.
+      s: the Session, whose `step` counts completed steps. policy: whose weights are synced.
       publish: (params, version) -> hands weights (Policy.weights) to the engine or to the queue before it.
 
     Attributes:

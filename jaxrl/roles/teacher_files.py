@@ -82,7 +82,7 @@ def _digest(arrays) -> str:
 
 
 class TeacherFiles:
-    """A folder of teacher files, opened for reading.
+    """A folder of teacher files, all read and checked when it is made, and open until `close`.
 
     Args:
       folder: teacher.files.

@@ -50,9 +50,9 @@ def needed_part(config) -> str:
 
 def check(config, tokenizer, images=None) -> None:
     """Raises ConfigError, before the model is loaded, for a teacher that cannot be read, has another vocabulary or
-    takes shorter sequences than the run's, and for files that do not fit (TeacherFiles).
+    takes shorter sequences than the run's, and for files that do not fit (TeacherFiles). Servers are not asked.
 
-    images: the ImageSource of a job whose rows hold images, which the teacher sees, too."""
+    tokenizer: the student's. images: the ImageSource of a job whose rows hold images, which the teacher sees, too."""
     t = config.teacher
     if teacher_kind(config) == "files":
         TeacherFiles(t.files, vocabulary(tokenizer), config.distill)
@@ -107,7 +107,8 @@ def open_teacher(job):
 
 
 class LocalTeacher(Role):
-    """A frozen teacher on devices of the run (mesh.roles.teacher), in teacher.dtype.
+    """A frozen teacher on devices of the run (mesh.roles.teacher), in teacher.dtype; its weights are loaded when it is
+    made.
 
     Raises ConfigError if its positions do not reach the run's longest sequence, or if distill.top_k exceeds the ids
     that teacher and student share.

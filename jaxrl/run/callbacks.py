@@ -28,7 +28,8 @@ class Step:
     Attributes:
       number: completed steps; 0 for the evaluation before the first step.
       total: steps the run aims at.
-      metrics: name -> float, the last line of metrics.jsonl.
+      metrics: name -> float, the last line of metrics.jsonl; {} before the first. In on_end it lacks the metrics of an
+        evaluation after the last step, which on_evaluation gets.
       samples: records of the step's training completions, as in rollouts/ (prompt, completion, answer, score, reward,
         advantage, tokens ...); [] for jobs that sample none, for step 0 and in on_end.
       run_dir: the run's directory.
@@ -44,7 +45,9 @@ class Step:
         self.stopped = ""
 
     def stop(self, reason: str = "a callback") -> None:
-        """Ends the run after this step as if it were the last one: evaluation, checkpoint and export follow."""
+        """Ends the run after this step as if it were the last one: evaluation, checkpoint and export follow.
+
+        reason: `ended_by` of summary.json; of several calls the first counts. Without effect in on_end."""
         self.stopped = self.stopped or str(reason) or "a callback"
 
     def parameters(self, copy: bool = False) -> Mapping[str, Any]:

@@ -283,9 +283,10 @@ def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, ima
 
 def with_room(job, dataset, held_out=()):
     """Returns the job with packed rows that have room for the images of its training data and of held-out sets, where
-    their completions are laid out in rows, too.
+    their completions are laid out in rows, too. Without a data set the job is returned as it is.
 
-    dataset: training Dataset; None = there is none. held_out: Datasets, read in jobs of pairs alone."""
+    job: run.setup.Job with `images`. dataset: training Dataset; None = there is none. held_out: Datasets, read in jobs
+    of pairs alone."""
     c, unit, whole = job.config, 8 * job.images.merge**2 * job.row_shapes.ranks, []
     for one in [*([] if dataset is None else [dataset]), *(held_out if c.recipe.pairs else ())]:
         own = one.target_lengths + one.rejected_lengths

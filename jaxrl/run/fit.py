@@ -34,8 +34,8 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     Args:
       s, job: session and job. policy: roles.role.Policy, not yet started.
       open_step: speed -> step; called once the policy is restored. step() runs one step, advances the session and
-        returns its StepResult, {} if no metrics are due yet, or None if a stop was requested before the update;
-        data.Interrupted, which a stream of rows raises, means the same.
+        returns its StepResult, {} if no metrics are due yet (then nothing is evaluated, saved or exported either), or
+        None if a stop was requested before the update; data.Interrupted, which a stream of rows raises, means the same.
       parts: further parts of a checkpoint (see Session.restore).
       publish: (weights, version) -> hands weights to the engine; None = no engine needs them.
       sync_every: steps between weight syncs; 0 = only before the first step and before evaluations.

@@ -44,7 +44,8 @@ def server_command(o: dict, options, port: int, cpu: bool, key: str) -> tuple[li
 
 
 class JudgeServers:
-    """One vLLM server for each judge that has a model and no servers. They start at once.
+    """One vLLM server for each judge that has a model and no servers. The constructor starts them and a thread that
+    watches them; `wait` returns once they respond, and `close` ends all.
 
     A server that has replied once and ends is restarted, up to rollout.vllm.restarts times; requests meanwhile get no
     score.

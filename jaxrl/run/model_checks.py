@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxrl.errors import ConfigError
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.vision.rows import TOWERS
+from jaxrl.resolve.spec import adapters_option, lora_on
 from jaxrl.training import router
 
 
@@ -23,8 +24,8 @@ def check_layers(config, model) -> None:
     if t.router_bias_rate and not router.has_correction(model):
         raise ConfigError(f"train.router_bias_rate={t.router_bias_rate}: the routers of this family choose by their "
                           "probabilities alone, without a bias; set train.router_balance")
-    if t.router_bias_rate and config.lora.rank:
-        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with lora.rank={config.lora.rank}: the base of "
+    if t.router_bias_rate and lora_on(config):
+        raise ConfigError(f"train.router_bias_rate={t.router_bias_rate} with {adapters_option(config)}: the base of "
                           "adapters does not change; leave it out")
 
 

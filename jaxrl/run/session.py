@@ -4,13 +4,10 @@ Recipes open one around their loop (mostly through run.fit). A Session knows no 
 state: the parts of a checkpoint are passed to it (see `restore`).
 
     with Session(spec, inputs) as s:
-        ...
         s.restore(policy, parts)
         s.begin()
         while s.should_continue():
-            ...
-            with s.changing():
-                ... the update ...
+            with s.changing():  # the update
                 s.advance(cursor, samples)
             s.after_step(metrics, evaluate, export)
         return s.finish(evaluate, export)
@@ -18,8 +15,8 @@ state: the parts of a checkpoint are passed to it (see `restore`).
 With several processes all make the same calls. Decisions that depend on time or on one process are agreed in tagged
 collective calls (`together`, `decide`, `should_continue`), so that no process acts on a decision that the others lack.
 
-If an exception leaves the session, the session first saves a checkpoint, provided that no update was in progress
-(`changing`) and all processes know of the error. summary.json then has the exception as `error`.
+If an exception leaves the session of a run.mode=train, it first saves a checkpoint, provided that a step is completed,
+no update was in progress (`changing`) and all processes know of the error; summary.json has the exception as `error`.
 """
 
 from __future__ import annotations
@@ -73,7 +70,14 @@ class Session:
     """The directory, log, stop requests, checkpoints and triggers of one run; see the module for its use.
 
     Args:
-      spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None."""
+      spec: resolved Spec. inputs: Python objects of the caller (jaxrl.run.python_api), or None.
+
+    Attributes:
+      progress: Progress. run_dir: Path. peers: the run's processes. phase: `with s.phase(name):` times part of a step.
+      ended_by: why the run ends before its bounds; "" = it does not. close_at_end: function that returns its argument,
+        whose `close` is called when the session ends.
+      checkpointer, console, uploads (or None), resumed (checkpointer.Chosen, or None): once it is entered.
+      total_steps, ending: steps of the run, and the option that bounds them: from `set_stream` on."""
 
     stream: Stream  # of training rows, from `set_stream` on; None where the run only evaluates
     telemetry: Telemetry  # from `open_telemetry` on
@@ -137,13 +141,12 @@ class Session:
             log.info("changed since the checkpoint: %s", change)
 
     def resumed_part(self, name: str) -> dict | None:
-        """Returns the host values of a part in the checkpoint that is resumed, by the part's name; None if it lacks
-        them."""
+        """Returns a part's host values, by its name, in the checkpoint that is resumed; None if it lacks them."""
         return None if self.resumed is None else self.resumed.host.get("parts", {}).get(name)
 
     def set_stream(self, stream, fingerprints: dict) -> None:
-        """Sets the stream of training rows (or None), which bounds the run, and the fingerprints of its
-        inputs, which checkpoints store."""
+        """Sets the stream of training rows (or None), and from it the run's bounds (`total_steps`, `ending`); and the
+        fingerprints of its inputs, which checkpoints store."""
         self.stream, self.fingerprints = stream, fingerprints
         if stream is not None and self.peers.count == 1:  # several processes agree on a stop after the rows are read
             stream.interrupted = self.interrupted
@@ -161,7 +164,7 @@ class Session:
         policy's trees are stored under their own names, and it has no `host`. A part that the checkpoint lacks starts
         from scratch; a stored part that the run does not use is ignored.
 
-        Raises ConfigError if the directory lacks space or cannot be written, and as Checkpointer.restore does."""
+        Raises ConfigError if the disk lacks space for two checkpoints, and as Checkpointer.restore does."""
         self.policy, self.parts = policy, parts
         own = policy.abstract()
         everything = {**own, **{part.name: part.abstract() for part in parts}}
@@ -186,7 +189,7 @@ class Session:
         self._new = [p.name for p in parts if restored and p.name not in stored and p.host() is not None]
 
     def resume_at(self, host: dict) -> None:
-        """Sets progress, evaluations and the best score from a checkpoint's host values."""
+        """Sets progress, evaluations, the best score and whether it ended the run from a checkpoint's host values."""
         self.progress = Progress(host["step"], host["cursor"], host["samples"])
         self.eval_before, self.last_eval = host["eval_before"], host["last_eval"]
         self.best = Best(self.spec, host.get("best"))
@@ -200,9 +203,8 @@ class Session:
             silent=not self.peers.first, console=self.console))
 
     def print_summary(self, lines, numbers: dict) -> None:
-        """Opens telemetry and prints the start-up summary.
-
-        lines: text of run.setup.describe. numbers: derived numbers, written to config.json."""
+        """Opens telemetry, writes config.json, and prints the start-up summary. lines: text of run.setup.describe.
+        numbers: derived numbers, for config.json."""
         c = self.spec
         self.open_telemetry(step=self.step if self._restored else None)
         self.phase.watch = self.console.phase
@@ -219,11 +221,9 @@ class Session:
             self.say(f"resumed   step {self.step} from {self._restored.path}{lacks}")
 
     def begin(self, comparison=None, rates=lambda metrics, seconds: {}) -> None:
-        """Ends start-up: profiler, predictions, clocks. Called last before the loop.
-
-        Args:
-          comparison: predicts this run and records what it measures (planning.comparison), or None.
-          rates: (metrics, seconds by phase) -> further metrics."""
+        """Ends start-up: profiler, predictions, clocks. Called last before the loop. comparison: predicts this run and
+        records what it measures (planning.comparison), or None. rates: (metrics, seconds by phase) -> further metrics.
+        """
         c, process, self.rates, self.comparison = self.spec, self.peers.index, rates, comparison
         if comparison is not None and (planned := comparison.start()):
             self.say(planned)
@@ -251,7 +251,7 @@ class Session:
             self.telemetry.print(text)
 
     def interrupted(self) -> bool:
-        """Whether this process knows of a requested stop, from a signal or another process. Not collective."""
+        """Whether this process knows of a requested stop; it tells the others of its own signal. Not collective."""
         if self.stop.reason:
             self.peers.request_stop()
         return bool(self.stop.reason) or self.peers.stop_requested
@@ -266,7 +266,8 @@ class Session:
         return f"step {self.step + 1}, weights {self.step}"
 
     def together(self, what: str, work):
-        """Runs work() and returns its result; None on every process if it returned None (a stop) on any. Collective.
+        """Runs work() and returns its result; None on every process if it is None (a stop) on any. Collective (`what`).
+        With several processes a None stops the run (`stopping`), and later calls run work() but return None.
 
         A RunStopped or TimeoutError of one process (failed rewards, a late completion) is raised on all, on the others
         as RunStopped, so that they can still save a checkpoint together. Any other error is raised on its process
@@ -317,9 +318,8 @@ class Session:
         self._whole = True
 
     def advance(self, cursor: int, samples: int) -> Progress:
-        """Completes a step after its update; returns the new progress.
-
-        cursor: position of the data after the step. samples: sequences it trained on."""
+        """Completes a step after its update; returns the new progress. cursor: position of the data after the step.
+        samples: sequences it trained on."""
         self.progress = Progress(self.step + 1, cursor, self.progress.samples + samples)
         if self.profiler is not None:
             self.profiler.at(self.step)
@@ -329,9 +329,8 @@ class Session:
 
     def before_first_step(self, evaluate) -> None:
         """Evaluates before the first step with eval.before, or at a resume if a stop left an evaluation due; or prints
-        why the run has no steps left.
-
-        evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty after a stop; None = no sets."""
+        why the run has no steps left. evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty
+        after a stop; None = no sets. Raises ConfigError if these lack eval.metric."""
         if self.ended_by:
             self.say(f"this run was ended at step {self.step} by {self.ended_by}; to continue, set a larger "
                      "eval.patience, or 0")
@@ -361,7 +360,8 @@ class Session:
           export: folder -> None, writes the model there.
           records: dicts of the step's completions, for callbacks.
 
-        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), and what evaluate and export raise."""
+        Raises RunStopped if a callback fails or saves fail (Checkpointer.save), ConfigError if an evaluation lacks
+        eval.metric, and what evaluate and export raise."""
         epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
         due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
         best = False
@@ -526,7 +526,7 @@ class Session:
         self.policy.start(arrays)
 
     def report(self) -> None:
-        """Writes report.html if log.report is set."""
+        """Writes report.html, on process 0, if log.report is set."""
         if self.spec.log.report and self.peers.first:
             report_of(self.run_dir)
 

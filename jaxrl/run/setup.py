@@ -71,8 +71,8 @@ KERNELS = Path(os.path.expanduser("~/.cache/jaxrl/kernels.json"))  # verdicts on
 class Job:
     """The fixed parts of a run; parameters are in the TrainState of its roles.
 
-    config: Spec. mesh: the policy's. hf_config: as in config.json. eos_ids: end-of-text tokens. row_shapes: RowShapes
-    of updates. compute_dtype: of the forward pass."""
+    config: Spec. mesh: the policy's. model: models.Model with its adapters. hf_config: as hf.load_config returns it.
+    eos_ids: as `eos_ids` returns them. row_shapes: RowShapes of updates. compute_dtype: of the forward pass."""
 
     config: Any
     run_dir: Path
@@ -83,7 +83,7 @@ class Job:
     eos_ids: tuple[int, ...]
     compute_dtype: Any
     row_shapes: Any
-    # RowShapes of scoring; row_shapes itself unless train.score_tokens_per_microbatch is set
+    # RowShapes of scoring; equal to row_shapes unless train.score_tokens_per_microbatch is set
     score_shapes: Any
     meshes: dict = dataclasses.field(default_factory=dict)  # role -> mesh, where it is not the policy's
     # Added by open_run: rewards of training and of evaluation, held-out sets, stream of training rows, engine.
@@ -160,7 +160,7 @@ def start_jax(config) -> None:
 
 
 def trim_cache(folder: Path, limit_gb: float) -> None:
-    """Deletes the least recently used compiled programs until the cache takes at most limit_gb GB.
+    """Deletes the least recently used compiled programs, so that the cache takes at most limit_gb GB (1e9 bytes).
 
     (jax's own limit, jax_compilation_cache_max_size, stops writing into a folder that was begun without it.)
     """
@@ -208,8 +208,8 @@ class JobInputs(NamedTuple):
 
 
 def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
-    """Reads and checks all inputs of a Session before any device work. Raises ConfigError. with_rewards: also opens
-    rewards, unless the job trains on pairs and no held-out set needs completions."""
+    """Reads and checks all inputs of a Session before any device work, and sets its stream. Raises ConfigError.
+    with_rewards: also opens rewards, unless the job trains on pairs and no held-out set needs completions."""
     c, inputs, pool = s.spec, s.inputs, None
     rewards: Any = None
     eval_rewards: Any = None
@@ -286,8 +286,8 @@ def check_inputs(config, inputs=None, with_rewards: bool = True) -> None:
 
 
 def open_run(s, with_engine: bool = True) -> Job:
-    """Opens the job of a Session: all inputs, devices and model, then the engine, without weights, if with_engine is
-    set and something is to be completed (without it no rewards either). Raises ConfigError."""
+    """Opens the job of a Session: all inputs, devices and model, then the engine, without weights, and the reward model
+    if with_engine is set and something is to be completed (without it no rewards either). Raises ConfigError."""
     read = read_job_inputs(s, with_engine)
     job = open_job(s.spec, read.model_inputs)
     if job.images is not None:
@@ -413,8 +413,9 @@ def check_weights(config, inputs: ModelInputs) -> None:
 
 
 def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:
-    """Makes the mesh and the fixed parts of a run; loads no weights. config: a Spec or ConfigDict, resolved against
-    the devices. model_inputs: None = read here. mesh: for plans, of devices that need not exist; not set as jax's mesh.
+    """Makes mesh and fixed parts of a run; loads no weights. Sets jax's mesh (unless `mesh` is passed, for plans: its
+    devices need not exist) and matmul precision. config: a Spec or ConfigDict, resolved against the devices.
+    model_inputs: None = read here.
 
     Raises ConfigError if the devices do not fit the mesh, and as read_model_inputs does.
     """
@@ -491,8 +492,7 @@ def eos_ids(config, hf_config, tokenizer) -> tuple[int, ...]:
     """Returns the token ids that end a completion; training appends the first to a target: model.eos_tokens, else the
     chat template's end of turn and the end-of-text tokens of model and tokenizer.
 
-    Raises ConfigError for an unknown token or if there is none.
-    """
+    Raises ConfigError for an unknown token or if there is none."""
     if config.model.eos_tokens:
         ids = []
         for token in config.model.eos_tokens:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import resource
 import secrets
@@ -148,7 +147,7 @@ def _user_command(user: int, way: str) -> list[str]:
 
 def _limit_command(limits: Limits) -> list[str]:
     """Returns the command that sets the kernel's limits."""
-    cpu, disk = max(1, math.ceil(limits.cpu_seconds)), limits.disk_mb << 20
+    cpu, disk = limits.whole_cpu_seconds, limits.disk_mb << 20
     wanted = {"cpu": (cpu, cpu + 1), "as": limits.memory_mb << 20, "fsize": disk, "core": 0, "memlock": 0,
               "nofile": DESCRIPTORS}
     if _user_isolation() != "namespace" or _counted_apart():

@@ -39,13 +39,13 @@ def run(argv: list[str], stdin: bytes, files: dict[str, bytes], limits: Limits, 
     Args:
       argv: the program and its arguments; "python" is this interpreter.
       stdin: its standard input. files: relative path -> content, in its folder.
-      limits: of the run; cpu_seconds is rounded to whole seconds, 1 at least. settings: not read.
+      limits: of the run; cpu_seconds is rounded up to whole seconds. settings: not read.
 
     Raises OSError if no process can be started or its files cannot be written. A program that does not exist exits with
     status 1 and the reason on standard error.
     """
     deadline = time.monotonic() + limits.seconds
-    numbers = (max(1, round(limits.cpu_seconds)), limits.memory_mb << 20, limits.disk_mb << 20, DESCRIPTORS)
+    numbers = (limits.whole_cpu_seconds, limits.memory_mb << 20, limits.disk_mb << 20, DESCRIPTORS)
     program = [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
     with tempfile.TemporaryDirectory(prefix="sandbox", ignore_cleanup_errors=True) as folder:
         for name, data in files.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 class SandboxError(Exception):
@@ -28,6 +29,11 @@ class Limits:
     disk_mb: int = 64
     output_bytes: int = 1 << 20
     processes: int = 64
+
+    @property
+    def whole_cpu_seconds(self) -> int:
+        """cpu_seconds as the kernel takes it: whole seconds, rounded up, so that no limit becomes 0 or shorter."""
+        return max(1, math.ceil(self.cpu_seconds))
 
 
 @dataclasses.dataclass(frozen=True)

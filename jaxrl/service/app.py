@@ -137,8 +137,8 @@ def _seconds(text: str) -> float | None:
 def config_of(options: Options):
     """Returns the config (editable) of the base, the devices and the sampler.
 
-    Raises ConfigError for an unknown option in options.config, and for --rank=0 with train.param_dtype other than
-    fp32."""
+    Raises ConfigError for an unknown option or a wrong value in options.config, and for --rank=0 with train.param_dtype
+    other than fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
@@ -229,7 +229,9 @@ def build(options: Options, keys: dict[str, str] | None = None) -> Server:
 
 
 def full_files(job):
-    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders."""
+    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders.
+
+    Written in float32. job: of `open_base`."""
     from jaxrl.models.io import hf
     from jaxrl.models.parameters import flattened
     from jaxrl.roles import parameters
@@ -282,13 +284,17 @@ def with_sight(options: Options, spec, inputs):
 
 
 def check_folder(folder: Path, options: Options, digest: str) -> None:
-    """Notes what the runs of a folder depend on, or raises ConfigError if it differs from what was noted.
-
-    digest: of the base's parameters.
+    """Notes what the runs of a folder depend on, in base.json, or raises ConfigError if it differs from what was noted;
+    a rank above the noted one takes its place. The folder must exist. digest: of the base's parameters.
     """
+    from jaxrl.telemetry.run_dir import read_json
+
     file = folder / "base.json"
     now = {"digest": digest, "alpha": options.alpha, "rank": options.rank, "unembed": options.unembed}
-    was = json.loads(file.read_text("utf-8")) if file.exists() else now
+    was = read_json(file) if file.exists() else now
+    if not was.keys() >= {"digest", "alpha", "rank"}:
+        raise ConfigError(f"{file}: damaged: it does not name the base model of the runs in its folder; restore it, or "
+                          "choose another --dir")
     if was["digest"] != digest:
         raise ConfigError(f"--model={options.model}: the runs in {folder} are of another base model (or of another "
                           "dtype of it); name that one, or choose another --dir")
@@ -306,7 +312,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
 
 def serve(server: Server, options: Options) -> None:
-    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs.
+    """Answers requests until SIGTERM or SIGINT, then closes the engine. The calling thread, which must be the main one,
+    handles these signals and issues all device programs.
 
     Raises ConfigError if the port is taken, OSError if a result or snapshot cannot be written."""
     import uvicorn

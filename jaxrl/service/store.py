@@ -151,9 +151,10 @@ class Store:
             return None
         try:
             about = json.loads((folder / ABOUT).read_text("utf-8"))
-        except (OSError, ValueError):
+            expires = about["expires"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        if about["expires"] is not None and about["expires"] < time.time():
+        if expires is not None and expires < time.time():
             shutil.rmtree(folder, ignore_errors=True)
             return None
         return about

@@ -57,9 +57,10 @@ class JsonLines:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError):
                 break  # cut off by a kill or a full disk: nothing after it can be trusted
-            if not line.endswith(b"\n") or row["step"] > last_step:
+            if not line.endswith(b"\n") or step > last_step:
                 break
             count, newest = count + 1, row
         if count < len(lines):
@@ -211,7 +212,7 @@ class Wandb:
 
 def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
     """Creates `package.module:Class` or `./file.py:Class` with (run_dir, config as a redacted dict). Raises
-    ConfigError naming what is missing.
+    ConfigError naming what is missing, or the error of the class.
     """
     factory = find_sink(spec)
     try:

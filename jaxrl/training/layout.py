@@ -71,7 +71,7 @@ class Microbatch:
 
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
-    """The microbatches of one optimizer step and the indices of the sequences in them."""
+    """The microbatches of one optimizer step and the indices, [M] int64, of the sequences in them."""
 
     sequences: np.ndarray
     microbatches: tuple[Microbatch, ...]

@@ -39,9 +39,10 @@ def make_schedule(config, total_updates: int):
     """Returns the learning rate as a function of the number of applied updates.
 
     Linear warm-up from warmup_start * lr to lr (the first update already moves: update i of w, from 0, uses (i + 1) / w
-    of the way), then constant; linear or cosine, both to floor * lr over decay_steps, by default all remaining updates;
-    or wsd: constant and a decay to floor * lr over the last decay_steps, by default a tenth of the run, shaped by
-    decay_shape.
+    of the way), then constant; linear or cosine, both to floor * lr over decay_steps, by default all remaining updates,
+    and constant from there; or wsd: constant and a decay to floor * lr over the last decay_steps, by default a tenth of
+    the run, shaped by decay_shape. A decay that is longer than the rest of the run begins after the warm-up and is not
+    finished at the end.
 
     Args:
       config: config.optimizer.
@@ -82,7 +83,7 @@ _NAMED = {
     "lion": lambda c: optax.scale_by_lion(c.b1, c.b2),
     "adafactor": lambda c: optax.scale_by_factored_rms(),
 }
-_DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
+DECOUPLED_DECAY = ("adamw", "lion", "adafactor")
 BY_NUMBER = ("adamw", "adam", "sgd", "lion")  # the update of a number reads no other number of the parameter
 BY_PARAMETER = (*BY_NUMBER, "adafactor")      # the update of a number reads at most its own parameter
 
@@ -95,8 +96,8 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
     multiplier, weight_decay: value}; the first match wins.
     `optimizer.layer_decay` g multiplies the learning rate of layer l of L by g^(L - l) (as ELECTRA, arXiv 2003.10555,
     and BEiT, 2106.08254, which count the head as one more layer), on top of a group's multiplier.
-    Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone, so weight
-    decay, b1, b2 and eps of the config do not reach it.
+    Nothing here clips: training.update does. A factory of an import path is called with learning_rate alone:
+    resolve.checks refuses weight_decay, b1, b2 and eps beside it.
 
     Args:
       config: config.optimizer.
@@ -129,7 +130,7 @@ def make_optimizer(config, total_updates: int, logical_axes: dict[str, tuple], l
         if config.name not in _NAMED:
             return _imported(config.name)(learning_rate=lambda i: multiplier * schedule(i))
         parts = [_NAMED[config.name](config)]
-        if config.name in _DECOUPLED_DECAY and decay:
+        if config.name in DECOUPLED_DECAY and decay:
             parts.append(optax.add_decayed_weights(decay, mask=decays))
         return optax.chain(*parts, optax.scale_by_learning_rate(lambda i: multiplier * schedule(i)))
 

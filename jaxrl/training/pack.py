@@ -102,7 +102,8 @@ def unpack(traj: Trajectories, micro: Microbatch, values_RxS: np.ndarray, out_T:
     Args:
       traj, micro: the ragged batch and the microbatch of it, as `pack` took them.
       values_RxS: [R, S] or [R, S, ...].
-      out_T: [T] or [T, ...]; tokens that are not in the loss or not in this microbatch keep their values.
+      out_T: [T] or [T, ...]; tokens that are not in the loss or not in this microbatch keep their values. Loss tokens
+        of a shared prompt are those of the first sequence of each copy; the others' keep theirs.
     """
     _, (row, slot, token, *_) = _positions(traj, micro)
     out_T[token] = values_RxS[row, slot]
@@ -185,7 +186,7 @@ def loss_weights(traj, sequences, aggregation: str, *, max_tokens=None, chunk=0,
 
     Args:
       traj: the ragged batch.
-      sequences: int indices of all sequences of the optimizer step.
+      sequences: [M] int array, indices of all sequences of the optimizer step.
       aggregation: name of the policy's denominator (algorithms.aggregation_weights: token_mean, sequence_mean ...).
       max_tokens: tokens, of the divisor of "constant". chunk: trajectories in one mean of token_mean, 0 = all.
       dropped: [N] bool, trajectories without policy loss; they still count in the denominators.

@@ -112,7 +112,7 @@ def make_score(model, *, temperature: float, chunk: int, put, routes: bool = Fal
 
     `traj` is the host batch, `layout` a Layout of it. `columns` are token columns by name: "support" [T, K] int
     restricts the distribution, "routes" [T, n * K] int replays experts. They replace the default, which None and {}
-    mean: traj.columns["support"] if there is one.
+    mean: traj.columns["support"] if there is one. `score.program` is the jitted (params, batch) of one microbatch.
 
     Args:
       model: jaxrl.models.Model.

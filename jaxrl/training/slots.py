@@ -19,8 +19,8 @@ def scored_behind(prompts, completions, groups, reads=None, prefixes=None, pictu
     Args:
       prompts, completions: N int arrays of token ids.
       groups: [N] int, sequences of one group stay in one optimizer step.
-      reads: N ascending int arrays of indices into the completions, behind which a score is read; None: behind the
-        last token of each sequence.
+      reads: N ascending int arrays of indices into the completions, behind which a score is read (an empty one reads
+        none); None: behind the last token of each sequence.
       prefixes: [N] int, equal for sequences that have equal prompts and may share one copy; None = the groups, whose
         sequences then have to have equal prompts.
       pictures: Pictures of the N sequences, or None.

@@ -160,8 +160,9 @@ def make_apply(optimizer, schedule, objective: Objective, model=None, rows=None)
       rows: name -> rows updated at a time, of the parameters with state in host memory (training.streaming); None or
         {} = the whole state is updated at once.
 
-    The metrics gain optim/grad_norm (before clipping), optim/lr, optim/skipped (1 or 0), and policy/early_stopped if
-    the objective may stop; router/load becomes the metrics of router.summarize_load.
+    The metrics gain optim/grad_norm (before clipping), optim/lr, optim/skipped (1 if loss or gradient is not finite,
+    else 0), and policy/early_stopped (1 or 0) if the objective may stop; router/load becomes the metrics of
+    router.summarize_load.
     """
 
     @jax.named_scope("optimizer")
@@ -283,8 +284,9 @@ def make_update(model, optimizer, schedule, objective: Objective, in_parts: str 
       in_parts: the part of the state in host memory that an optimizer step moves to the devices at a time.
         "rows": some rows of one parameter; "parameter": one parameter; "none": everything at once.
 
-    `update.gradients(state, microbatches)` returns the accumulated (gradients, metrics) alone; `update.compiled(state)`
-    the jitted programs (zero sums, accumulate, apply), of a state of shapes, too.
+    `update.gradients(state, microbatches)` returns the accumulated (gradients, metrics) alone, None without any
+    microbatch; `update.compiled(state)` the jitted programs (zero sums, accumulate, apply), of a state of shapes, too.
+    `update.in_parts` is the argument.
     """
     scaled, finish = _make_loss_and_apply(model, optimizer, schedule, objective)
     known = {}  # shardings of a state -> (its programs, microbatches that one call of `accumulate` gets)

@@ -555,6 +555,18 @@ def test_a_user_registers_a_policy_loss():
         alg.policy_loss("mine")
 
 
+def test_built_in_names_are_refused_where_users_register():
+    """`advantages` would run the built-in estimator, and never the function."""
+    from jaxrl.rl.advantages import ESTIMATORS
+
+    for name in ESTIMATORS:
+        with pytest.raises(ValueError, match=f"advantage '{name}' exists"):
+            alg.register_advantage(name)(lambda inputs: inputs.scores)
+    assert not alg.ADVANTAGES
+    with pytest.raises(ValueError, match="'clip' exists"):
+        alg.register_policy_loss("clip")(lambda tokens, cfg: None)
+
+
 def test_choices_without_meaning_are_refused():
     for name, changes in (
         ("pg", {"ratio": "sequence"}),

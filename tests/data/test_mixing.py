@@ -221,6 +221,7 @@ WRONG = [  # sources, further options, what is said
     ({"a": {"algorithm": {"advantage_std": "some"}}}, {}, "a.algorithm.advantage_std='some': choose one of none, group, batch"),
     ({"a": {"algorithm": {"clip_high": 0.3}}}, {}, "a.algorithm.clip_high: not among what a source may have"),
     ({"a": {"algorithm": {"advantage": "gae"}}}, {}, "a.algorithm with algorithm.advantage=outcome: a critic"),
+    ({"a": {"algorithm": {"whiten": True}}}, {"algorithm.preset": "ppo"}, "a.algorithm with algorithm.advantage=gae: a critic"),
     ({"a": {"algorithm": {"gamma": 0.9}}}, {}, "a.algorithm: algorithm.gamma=0.9 has no effect with algorithm.advantage=outcome"),
     ({"a": {"algorithm": {"advantage": "somehow"}}}, {}, "a.algorithm.advantage='somehow'"),
     ({"a": {"coef": -1}}, {}, "a.coef=-1: must be a number that is not negative"),

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 from jaxrl import sandbox
 from jaxrl.config.load import default_config
 from jaxrl.config.schema import SCHEMA
+from jaxrl.envs import builtin
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
@@ -116,6 +118,13 @@ def test_limits_alone_say_so(caplog, limits_alone, monkeypatch):
         assert python("print(1)") == RunResult(0, "1\n", "")
         python("print(1)")
     assert len(caplog.records) == 1 and "is not a sandbox" in caplog.text
+
+
+def test_processor_time_is_rounded_up_to_whole_seconds(limits_alone):
+    """0.4 s is neither no limit nor 0, and no limit is shorter than what was asked for."""
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0])"
+    for asked, whole in ((0.4, 1), (1.0, 1), (1.4, 2)):
+        assert python(program, cpu_seconds=asked).stdout == f"{whole}\n" and Limits(cpu_seconds=asked).whole_cpu_seconds == whole
 
 
 @pytest.mark.full
@@ -482,7 +491,10 @@ def test_a_part_of_the_tests(limits_alone):
 @pytest.mark.parametrize("tests, words", [
     ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "not valid Python"), (3, "type int"),
     ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f must be a list"),
-    ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor")])
+    ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor"),
+    ({"inputs": ["1"]}, "outputs=None: write a list"), ('{"inputs": null, "outputs": []}', "inputs=None: write a list"),
+    ({"inputs": "12", "outputs": "34"}, "inputs=12: write a list"), ({"inputs": ["1"], "outputs": [None]}, "a null among"),
+    ([{"input": None, "output": "1"}], "a null among"), ({"inputs": [[1]], "outputs": [1], "fn_name": 5}, "fn_name=5: write")])
 def test_tests_that_cannot_be_read_are_no_score(tests, words):
     with pytest.raises(ValueError, match=words):
         parse(tests)
@@ -628,6 +640,18 @@ def test_a_repair_is_scored_by_its_tests(tmp_path):
     assert env_cases.texts(sent["second"]) == [row["source"], "add(3,4) is 7"] and env_cases.texts(sent["wrong"])[1] == "add(2,2) is 4"
 
 
+def test_a_repair_shows_tests_of_any_form_that_calls_a_function(monkeypatch):
+    repair = builtin.Repair()
+    for tests in (["assert add(1, 2) == 3"], {"inputs": ["1"], "outputs": ["1"]}, {"inputs": [[1]]}):
+        with pytest.raises(ValueError, match="write (inputs|a list)"):
+            repair.reset({"source": "", "tests": tests}, 0)
+    tests = [{"input": [1, 2], "output": 3, "fn_name": "add"}]
+    monkeypatch.setattr(builtin, "first_failing_test", lambda *_: 0)
+    for form in (tests, json.dumps(tests)):
+        repair.reset({"source": "", "tests": form}, 0)
+        assert repair.step("x").observation.text == "add(1,2) is 3"
+
+
 # -- the options ---------------------------------------------------------------------------------------------------------
 
 def test_the_defaults_of_the_package_are_the_configs():
@@ -669,6 +693,13 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append((self.path, self.headers.get("Authorization")))
+            if self.path == "/head":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            while self.path == "/head" and not stop.wait(0.01):
+                try:
+                    self.wfile.write(b"x")
+                except OSError:
+                    return
             self.send_response(302 if self.path == "/elsewhere" else 200)
             if self.path == "/elsewhere":
                 self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/taken")
@@ -693,10 +724,18 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
         with pytest.raises(urllib.error.HTTPError, match="302"):
             http_client.fetch(url("elsewhere"), 60.0)
         assert asked == [("/elsewhere", "key")] and http_client.fetch(url("taken"), 60.0) == b"{}"
-        with pytest.raises(TimeoutError, match="no complete reply within 0.5 s"):
-            http_client.fetch(url("drips"), 0.5)
+        for path in ("drips", "head"):
+            with pytest.raises(TimeoutError, match="no complete reply within 0.5 s"):
+                http_client.fetch(url(path), 0.5)
         with pytest.raises(ValueError, match="a reply of more than 100000 bytes"):
             http_client.fetch(url("long"), 60.0, 100_000)
+        near, far = socket.socketpair()
+        with near, far:  # a read waits for what is left of the time
+            reader = http_client._TimedReader(near.makefile("rb", 0), near, time.monotonic() + 1.0)
+            far.send(b"x")
+            assert reader.readinto(bytearray(9)) == 1 and near.gettimeout() < 1.0
+            with pytest.raises(TimeoutError):
+                reader.readinto(bytearray(9))
     finally:
         stop.set()
         server.shutdown()

@@ -44,6 +44,8 @@ def test_tiles_stay_on_their_device():
 def test_who_shares():
     assert shares_prompts("tpu") and shares_prompts("gpu") and not any(map(shares_prompts,
                                                                            ("auto", "reference", "blockwise")))
+    with pytest.raises(ValueError, match="attention implementation 'blockwize': choose auto, tpu, gpu, cudnn, blockwise, reference, xla"):
+        shares_prompts("blockwize")
 
 
 @pytest.mark.parametrize("name, size, least", [("gpu", 64, 128), ("gpu", 128, 64), ("gpu", 256, 1025), ("tpu", 128, 512)])

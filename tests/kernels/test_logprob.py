@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.tiers import first_cases, first_only
 
-from jaxrl.kernels.logprob import chunked, logprob_and_entropy
+from jaxrl.kernels.logprob import chunked, divergence, logprob_and_entropy
 
 
 @pytest.fixture(params=first_only([0, 20, 25]))
@@ -165,6 +165,14 @@ def test_invalid_tokens_are_inert_even_when_not_finite():
     dirty_value, dirty_grad = jax.value_and_grad(total)(dirty)
     assert value == dirty_value
     np.testing.assert_array_equal(jnp.where(valid[..., None], grad, 0), jnp.where(valid[..., None], dirty_grad, 0))
+
+
+def test_an_unknown_implementation_is_refused():
+    x, head, targets = jnp.ones((1, 2, 4)), jnp.ones((4, 8)), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="logprob_and_entropy implementation 'chunkd': choose chunked, reference"):
+        logprob_and_entropy(x, head, targets, implementation="chunkd")
+    with pytest.raises(ValueError, match="divergence implementation 'auto': choose chunked, reference"):
+        divergence(x, head, x, head, kind="forward", implementation="auto")
 
 
 @pytest.mark.full

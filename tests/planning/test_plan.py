@@ -322,6 +322,8 @@ def test_of_a_job_with_adapters_the_full_training_is_planned():
     assert case.adapters and not case.config.lora.rank and c.lora.rank == 4
     full = cases.open_case(tiny(plan__target="h100:1"))
     assert not full.adapters and plan.counted_peak(case, {}) == plan.counted_peak(full, {})
+    loaded = cases.open_case(tiny(plan__target="h100:1", lora__path="an/adapter"))
+    assert loaded.adapters and not loaded.config.lora.path
 
 
 def test_products_of_the_target_are_not_asked_of_the_compiler_here(monkeypatch):

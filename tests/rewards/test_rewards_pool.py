@@ -164,6 +164,20 @@ FUNCTIONS = textwrap.dedent('''
     def positional(question, response, /, answer):
         return float(response == answer)
 
+    def patient(prompt, completion, n):
+        time.sleep(2.5)
+        return 1.0
+
+    async def abides(prompt, completion, n):
+        await asyncio.sleep(2.5)
+        return 1.0
+
+    def hasty(prompt, completion, n):
+        time.sleep(n)
+        return 1.0
+
+    patient.seconds, abides.seconds, hasty.seconds = 300.0, 300.0, 0.5
+
     def only_completion(completion, answer):
         return float(completion == answer)
 ''')
@@ -261,6 +275,16 @@ def test_what_hangs_is_late_and_nothing_else(pool):
 def test_the_limit_of_an_answers_reward_is_the_configs(pool):
     """Ten minutes are too long under a limit of one second."""
     assert pool("naps", timeout_seconds=1.0).score(items(600.0)).outcomes == [{"naps": "timeout"}]
+
+
+@pytest.mark.parametrize("functions, n, limit, outcomes", [
+    (("odd", "patient", "abides"), 0, 1.5, ("ok", "ok", "ok")), (("slow_first", "hasty"), 20, 300.0, ("ok", "timeout"))])
+def test_every_job_of_a_task_has_the_limit_of_its_own_function(pool, functions, n, limit, outcomes):
+    """Whichever function the task begins with; without a limit of its own it has reward.timeout_seconds."""
+    p = pool(*functions, workers=1, timeout_seconds=limit)
+    p.wait()
+    p._workers._seconds_per_job = 1e-6  # all jobs of functions that are called one after the other are one task
+    assert p.score(items(n)).outcomes == [dict(zip(functions, outcomes, strict=True))]
 
 
 @pytest.mark.full
@@ -445,13 +469,19 @@ def test_a_stop_leaves_rewards_alone(pool):
     """A training step's at once; an evaluation's after run.stop_seconds."""
     asked = []
     assert pool("naps", timeout_seconds=300.0).score(items(200.0), stop=lambda: asked.append(1) or len(asked) > 1) is None
-    group, done = SimpleNamespace(position=0), threading.Event()
-    scorer = BackgroundScorer(lambda groups: done.wait())
+    group, begun, done = SimpleNamespace(position=0), threading.Event(), threading.Event()
+    scorer = BackgroundScorer(lambda groups: begun.set() or done.wait())
     scorer.add(group)
+    begun.wait()
     assert not scorer.wait([group], stop=lambda: True)
+    left = SimpleNamespace(position=1)
+    scorer.add(left)
+    threading.Timer(0.1, scorer.close).start()
+    with pytest.raises(RuntimeError, match="closed before it scored these groups"):
+        scorer.wait([left])
+    assert not scorer.wait([left], stop=lambda: True)
     done.set()
     assert scorer.wait([group])
-    scorer.close()
     run = SimpleNamespace(spec=default_config(), interrupted=lambda: stopped)
     stopped, run.spec.run.stop_seconds = False, 0.0
     over = stop_overdue(run)

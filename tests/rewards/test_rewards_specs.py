@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.config.load import default_config
+from jaxrl.config.load import default_config, put
 from jaxrl.errors import ConfigError
-from jaxrl.rewards import RewardItem, RewardPool, register_reward
+from jaxrl.resolve.checks.services import services
+from jaxrl.rewards import RewardItem, RewardPool, register_reward, registered_rewards
 from jaxrl.rewards.builtin import exact_reward
-from jaxrl.rewards.specs import FunctionFolder, to_spec
+from jaxrl.rewards.specs import FunctionFolder, check_specs, to_spec
 from jaxrl.rl.trajectories import recorded_outcomes
 from jaxrl.types import Trajectories
 
@@ -175,6 +176,30 @@ def test_wrong_configs_fail_before_any_process(options, text):
         config.reward[key] = value
     with pytest.raises(ConfigError, match=text):
         RewardPool(config)
+
+
+@pytest.mark.parametrize("name", ["exact", "think_format", "judge", "remote"])
+def test_a_function_cannot_take_the_name_of_a_built_in_reward_or_a_service(name):
+    with pytest.raises(ValueError, match=f"reward '{name}' is .*"):
+        register_reward(name)(shortness)
+    assert registered_rewards().get(name) is not shortness
+
+
+def test_a_service_cannot_take_the_name_of_a_registered_function():
+    """It would score in its place."""
+    c = default_config()
+    c.reward.functions, c.reward.judges = ("longness",), {"longness": {"servers": ("http://localhost:1",)}}
+    assert any("reward.judges.longness: 'longness' cannot be its name" in problem for problem in services(c))
+
+
+def test_a_function_cannot_take_the_name_of_a_score_that_no_function_gives():
+    for name, option, value in (("env", "env.function", "guess"), ("env", "env.malformed_penalty", 0.5),
+                                ("reward_model", "reward.model.path", "a/model")):
+        c = default_config()
+        check_specs(c, [f"mine:{name}"], [name], True)
+        put(c, option, value)
+        with pytest.raises(ConfigError, match=f"reward function '{name}': .* rename the function"):
+            check_specs(c, [f"mine:{name}"], [name], True)
 
 
 def test_accuracy_must_come_from_a_function_that_runs():

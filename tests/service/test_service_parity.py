@@ -63,7 +63,7 @@ def test_grpo_over_the_api_is_the_step_of_a_run(tmp_path):
             batch = rollouts.next(s.progress)
             prepared = prepare(spec, roles, batch, lay_out(spec, job.row_shapes, batch.traj, s.step))
             (minibatch,) = prepared.layout.update.minibatches
-            weights = make_loss_weigher(spec, batch, prepared.columns)(minibatch.sequences)["policy"]
+            weights = make_loss_weigher(spec, batch, prepared.columns)[0](minibatch.sequences)["policy"]
             metrics = learn(spec, roles, batch, prepared, s.step)
             o, a = spec.optimizer, spec.algorithm
             rows = data_of(batch, prepared, weights)

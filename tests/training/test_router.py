@@ -22,6 +22,9 @@ from jaxrl.training.update import loss_and_metrics, make_apply
 
 MOE = {**HF, "model_type": "qwen2_moe", "num_hidden_layers": 3, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0],
        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+GLM = {**HF, "model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 5, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "head_dim": 8,
+       "tie_word_embeddings": False}
 LAYOUTS = {"padded": (24, 20, False), "packed": (48, 16, False), "shared": (48, 16, True), "8 microbatches": (48, 1, True)}
 LOSS = policy_objective(max_grad_norm=0.0, router_balance=0.3, router_z=0.02)
 
@@ -85,10 +88,7 @@ def test_the_bias_of_routers_follows_the_load(scan):
 @pytest.mark.slow
 def test_an_update_moves_the_bias_of_a_family_that_has_one():
     """GLM-4.5's: after an update it has moved by the load that was met, and nothing else that does not train."""
-    hf = {**HF, "model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 5, "num_experts_per_tok": 2,
-          "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "head_dim": 8,
-          "tie_word_embeddings": False}
-    model = build(hf, compute_dtype=jnp.float32, scan_layers=True)
+    model = build(GLM, compute_dtype=jnp.float32, scan_layers=True)
     assert router.has_correction(model)
     params, (traj, columns) = params_of(model), batch_of_groups(groups=2, size=2)
     name = "layers/sub_0/mlp/router/correction"
@@ -125,6 +125,16 @@ def test_a_router_without_a_bias_is_told():
             put(c, key, value)
         with pytest.raises(ConfigError, match=text):
             check_layers(c, model if "bias" in text else build(HF, compute_dtype=jnp.float32, scan_layers=False))
+
+
+@pytest.mark.parametrize("option, value", [("lora.rank", 4), ("lora.path", "an/adapter")])
+def test_the_bias_of_a_frozen_base_cannot_be_trained(option, value):
+    model = build(GLM, compute_dtype=jnp.float32, scan_layers=False)
+    c = default_config()
+    put(c, "train.router_bias_rate", 0.1)
+    put(c, option, value)
+    with pytest.raises(ConfigError, match=f"with {option}={value!r}: the base of adapters"):
+        check_layers(c, model)
 
 
 def case():

@@ -47,7 +47,7 @@ def logprob_and_entropy(
         all logits for the backward pass if they are at most chunked.KEPT_CPU numbers; else they are computed again.
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
       transposed: the head is an embedding table [V, D] (static). It is read as it lies, not copied per call.
-      implementation: "chunked", or "reference" (full logits); another name is taken as "chunked".
+      implementation: "chunked", or "reference" (full logits).
 
     Returns:
       (logprob_RxS, entropy_RxS) in nats, fp32 (float64 for float64 input). With `top` also their (ids_RxSxtop int32,
@@ -57,15 +57,15 @@ def logprob_and_entropy(
 
     Raises:
       ValueError: top outside 0..V; ids together with a support; a head that is differentiated beside `more`
-        (chunked only)."""
+        (chunked only); another implementation."""
+    reference.check_implementation("logprob_and_entropy", implementation)
     vocab = head.shape[0 if transposed else 1]
     if not 0 <= top <= vocab:
         raise ValueError(f"logprob_and_entropy: top={top} of a vocabulary of {vocab}")
     if ids_RxSxK is not None and support_RxSxK is not None:
         raise ValueError("logprob_and_entropy: ids together with a support: a token outside it has no log-prob")
     valid_RxS = jnp.ones(targets_RxS.shape, bool) if valid_RxS is None else valid_RxS
-    if support_RxSxK is None:
-        support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32)
+    support_RxSxK = jnp.zeros((*targets_RxS.shape, 0), jnp.int32) if support_RxSxK is None else support_RxSxK
     temperature = jnp.asarray(temperature, jnp.promote_types(hidden_RxSxD.dtype, jnp.float32))
     inputs = hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSxK, ids_RxSxK, temperature, few_RxSxr, more_rxV
     if implementation == "reference":

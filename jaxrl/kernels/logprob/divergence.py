@@ -69,15 +69,16 @@ def divergence(hidden_RxSxD, head, teacher_RxSxE, teacher_head, valid_RxS=None, 
       softcap, teacher_softcap: cap * tanh(logit / cap) on the logits, 0 = none (static).
       chunk: valid tokens of a device whose logits exist at once, at most (static).
       split: chunked.Split, the mesh axes that rows and vocabulary are split over (static). None = no mesh.
-      implementation: "chunked", or "reference" (full logits, automatic differentiation); another
-        name is taken as "chunked".
+      implementation: "chunked", or "reference" (full logits, automatic differentiation).
 
     Returns:
       fp32 (float64 for float64 input), per token: nothing is summed or averaged over tokens. Gradients flow to hidden
       and head (where they are differentiated), summed in fp32; none to the teacher.
 
     Raises:
-      ValueError: heads of different vocabularies, an unknown kind, jsd with beta outside (0, 1)."""
+      ValueError: heads of different vocabularies, an unknown kind, jsd with beta outside (0, 1), another
+        implementation."""
+    reference.check_implementation("divergence", implementation)
     size, other = head.shape[0 if transposed else 1], teacher_head.shape[0 if teacher_transposed else 1]
     if size != other:
         raise ValueError(f"divergence: the student's head has {size} tokens, the teacher's {other}: cut or pad one")

@@ -72,6 +72,13 @@ def logprob_and_entropy(hidden_RxSxD, head, targets_RxS, valid_RxS, support_RxSx
 
 
 KINDS = ("forward", "reverse", "jsd")
+IMPLEMENTATIONS = ("chunked", "reference")
+
+
+def check_implementation(op: str, name: str) -> None:
+    """Raises ValueError for a name that is not in IMPLEMENTATIONS. op: name of the op, for the message."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"{op} implementation {name!r}: choose {', '.join(IMPLEMENTATIONS)}")
 
 
 def mixture(logp, logq, beta: float):

@@ -6,13 +6,15 @@ import difflib
 import re
 
 from jaxrl.config.adapter_table import LORA_OWN, ROWS, listed
-from jaxrl.config.load import get
+from jaxrl.config.load import editable, get
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
+from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.algorithm import resolved_algorithm
 from jaxrl.resolve.checks.data import entry
+from jaxrl.resolve.checks.unread import unread, unread_decay
 from jaxrl.rollout.engines import engine_name
-from jaxrl.training.optimizer import ADAPTERS_OWN
+from jaxrl.training.optimizer import ADAPTERS_OWN, adapters_optimizer, check_name
 
 SERVED = ("sft", "rl")
 OWN = (*ROWS, *LORA_OWN, *ADAPTERS_OWN)
@@ -22,6 +24,7 @@ def several_adapters(cfg) -> list[str]:
     """Returns the problems of lora.adapters: those of single adapters alone, if there are any; else those of sources
     and held-out sets, which belong to one adapter each, and of options that do not work with several."""
     out = [p for name, options in cfg.lora.adapters.items() for p in _adapter(name, options)]
+    out = out or [p for name in cfg.lora.adapters for p in _optimizer(cfg, name)]
     return out or [*_rows(cfg, "sources", list(cfg.data.sources), "data.sources", "a source"),
                    *_rows(cfg, "eval", _held_out(cfg), "eval.sets", "a held-out set"), *_beside(cfg)]
 
@@ -54,6 +57,20 @@ def _own(where, key, value) -> list[str]:
     if key == "rank" and isinstance(value, int) and value < 1:
         return [f"{where}.rank={value}: at least 1"]
     return entry(f"{where}.{key}", SCHEMA["lora" if key in LORA_OWN else "optimizer"][key], value)
+
+
+def _optimizer(cfg, adapter: str) -> list[str]:
+    """Returns the problems of an adapter's own entries of `optimizer`: a name that is none, and what its optimizer or
+    schedule does not read."""
+    whole, options = editable(cfg), cfg.lora.adapters[adapter]
+    whole.optimizer = adapters_optimizer(cfg, adapter)
+    mine = tuple(f"optimizer.{name}=" for name in options if name in ADAPTERS_OWN)
+    found = [p for p in (*unread(whole, ("optimizer.",)), *unread_decay(whole.optimizer)) if p.startswith(mine)]
+    try:
+        check_name(whole.optimizer.name)
+    except ConfigError as e:
+        found += [str(e)] * ("name" in options)
+    return [f"lora.adapters.{adapter}.{p.removeprefix('optimizer.')}" for p in found]
 
 
 def _held_out(cfg) -> list[str]:

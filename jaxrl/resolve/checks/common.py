@@ -27,7 +27,7 @@ from jaxrl.resolve.checks.replay import AGAIN, replays
 from jaxrl.resolve.checks.reward_model import PART, reward_models
 from jaxrl.resolve.checks.sandbox import sandbox
 from jaxrl.resolve.checks.services import missing_logger, services
-from jaxrl.resolve.checks.unread import unread
+from jaxrl.resolve.checks.unread import unread, unread_decay
 from jaxrl.rollout.engines import ENGINES, engine_row
 from jaxrl.rollout.vllm.options import LOOPBACK, server_folder, url_host
 from jaxrl.sharding import targets
@@ -467,6 +467,7 @@ def _optimizer(cfg):
     o, out = cfg.optimizer, []
     out += _critics_optimizer(cfg)
     out += _regexes("optimizer.groups", tuple(o.groups.keys()))
+    out += unread_decay(o)
     for pattern, group in o.groups.items():
         if not hasattr(group, "items"):
             out.append(f"optimizer.groups[{pattern!r}]={group!r}: must be a table such as {{'lr': 0.1}}")
@@ -491,10 +492,12 @@ def _critics_optimizer(cfg):
         plain.optimizer = optimizer.critics_optimizer(cfg)
     except ConfigError as e:
         return [str(e).replace("optimizer.", "critic.optimizer.", 1)]
-    if plain.optimizer.schedule == "constant":  # the policy's, which are no mistake of the critic's
-        plain.optimizer.update({name: 0 for name in ("floor", "decay_steps") if name not in own})
-    found = [p for rule in (_types, _ranges, _unread, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
-    return ["critic." + p for p in found if p not in (q for rule in (_types, _ranges, _unread) for q in rule(cfg))]
+    mine = tuple(f"optimizer.{name}=" for name in own)  # what the critic does not read of the policy's is no mistake
+    idle = [p for p in _unread(plain) if p.startswith(mine)]
+    found = [p for rule in (_types, _ranges, _optimizer) for p in rule(plain) if p.startswith("optimizer.")]
+    found = [p for p in found if " has no effect " not in p or p.startswith(mine)]
+    known = [q for rule in (_types, _ranges, _unread) for q in rule(cfg)]
+    return ["critic." + p for p in (*idle, *found) if p not in known]
 
 
 def _checkpoints(cfg):

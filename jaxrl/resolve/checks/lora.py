@@ -12,7 +12,7 @@ from jaxrl.models.adapters.initialization import NAMES as INITS
 from jaxrl.models.adapters.initialization import is_init, is_shifted
 from jaxrl.models.adapters.selection import table
 from jaxrl.resolve.checks.adapters import several_adapters
-from jaxrl.resolve.spec import lora_on
+from jaxrl.resolve.spec import adapters_option, lora_on
 from jaxrl.rollout.engines import engine_row
 from jaxrl.rollout.vllm.adapter_folders import configured_rank
 from jaxrl.rollout.vllm.options import LORA_RANKS
@@ -36,7 +36,7 @@ def lora(cfg) -> list[str]:
                    "leave one of them out")
     for name in ("trainable", "frozen"):
         if tuple(cfg.model[name]) != SCHEMA["model"][name].default:
-            out.append(f"model.{name}={cfg.model[name]} with lora.rank={cfg.lora.rank}: adapters train and nothing "
+            out.append(f"model.{name}={cfg.model[name]} with {adapters_option(cfg)}: adapters train and nothing "
                        "else; choose their modules with lora.targets, and whole ones with lora.modules_to_save")
     if cfg.lora.dropout and cfg.run.recipe not in DROPS:
         out.append(f"lora.dropout={cfg.lora.dropout} with run.recipe={cfg.run.recipe}: what is scored or sampled would "
@@ -53,7 +53,7 @@ def lora(cfg) -> list[str]:
         out.append(f"lora.{begins[0]}={get(cfg.lora, begins[0])!r} with run.recipe=preference: the reference would be "
                    "the base, from which the policy then differs; name one with reference.path, or leave it out")
     if cfg.run.recipe not in SERVED and ":" not in cfg.run.recipe:
-        out.append(f"lora.rank={cfg.lora.rank} with run.recipe={cfg.run.recipe}: adapters train in "
+        out.append(f"{adapters_option(cfg)} with run.recipe={cfg.run.recipe}: adapters train in "
                    f"{', '.join(SERVED)}; leave lora.* out")
     if cfg.lora.adapters:
         out += several_adapters(cfg)
@@ -98,6 +98,6 @@ def _apart(cfg) -> list[str]:
         return [*out, str(e)]
     if not rank:
         twice = " (twice that of training with this lora.init)" if is_shifted(cfg.lora.init) else ""
-        out.append(f"lora.publish=adapter with lora.rank={cfg.lora.rank}: {row.title} serves adapters up to rank "
-                   f"{LORA_RANKS[-1]}{twice}; set lora.publish=merged, or lower it")
+        out.append(f"lora.publish=adapter with {adapters_option(cfg)}: {row.title} serves adapters up to rank "
+                   f"{LORA_RANKS[-1]}{twice}; set lora.publish=merged, or a lower rank")
     return out

@@ -16,8 +16,6 @@ from jaxrl.rewards.builtin import registered_rewards
 from jaxrl.rewards.judge import unknown_names
 from jaxrl.rewards.services import TABLES, judge_prompt, service_options
 
-BUILTIN_NAMES = tuple(registered_rewards())
-
 
 def services(cfg) -> list[str]:
     """Returns the problems of reward services: field, value, remedy.
@@ -48,9 +46,10 @@ def services(cfg) -> list[str]:
 
 def _entry(kind, where, name, own, cfg) -> list[str]:
     """Returns the problems of one entry of reward.remotes or reward.judges."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in BUILTIN_NAMES or name in TABLES:
+    taken = (*registered_rewards(), *TABLES)
+    if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in taken:
         return [f"{where}: {name!r} cannot be its name; take letters, digits and '_', and none of "
-                f"{', '.join((*BUILTIN_NAMES, *TABLES))}"]
+                f"{', '.join(taken)}"]
     if name in cfg.reward.remotes and name in cfg.reward.judges:
         return [f"{where}: reward.remotes and reward.judges both have {name!r}; give one of them another name"]
     if not hasattr(own, "items"):

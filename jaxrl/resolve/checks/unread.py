@@ -17,6 +17,7 @@ from jaxrl.config.option import Option, no_effect
 from jaxrl.config.registry import BUILT_IN, recipe_of
 from jaxrl.config.schema import options
 from jaxrl.resolve.spec import algorithm_row
+from jaxrl.training.optimizer import BY_NUMBER, DECOUPLED_DECAY
 
 # Options that choose rows of a table, which say what else they read.
 SELECTORS = {"algorithm.policy_loss": POLICY_LOSSES, "preference.loss": LOSSES}
@@ -132,6 +133,23 @@ def unread(cfg, prefixes: Iterable[str] = (), value_of: Callable | None = None) 
         if lacks:
             out.append(no_effect(name, sorted(value) if hasattr(value, "keys") else value, *lacks))
     return out
+
+
+def unread_decay(o) -> list[str]:
+    """Returns the problems of weight decay, of all parameters or of a group's, beside an optimizer that has none.
+
+    0 is no mistake beside adam and sgd; of an import path it is, whose factory has its own. o: config.optimizer.
+    """
+    if o.name in DECOUPLED_DECAY:
+        return []
+    built_in = o.name in BY_NUMBER
+    found = {f"optimizer.groups[{pattern!r}]['weight_decay']": group["weight_decay"] for pattern, group
+             in o.groups.items() if hasattr(group, "items") and "weight_decay" in group}
+    if built_in and is_set(options()["optimizer.weight_decay"], o.weight_decay):  # else its condition refuses it
+        found["optimizer.weight_decay"] = o.weight_decay
+    remedy = f"set optimizer.name={_listed(DECOUPLED_DECAY)}, or leave it out"
+    return [no_effect(name, value, f"with optimizer.name={o.name}", remedy) for name, value in found.items()
+            if value or not built_in]
 
 
 def owned() -> dict[str, tuple[str, list[str]]]:

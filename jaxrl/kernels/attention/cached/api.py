@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jaxrl.kernels.attention import sinks
 from jaxrl.kernels.attention.cached import gpu, reference, tpu, xla
+from jaxrl.kernels.attention.packed import api as packed
 from jaxrl.kernels.fallback import first_that_serves, trusted
 from jaxrl.kernels.platform import platform
 
@@ -30,7 +31,7 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
       softcap: cap * tanh(score / cap) on the scaled scores; 0 = none (static).
       scale: factor on the scores; None = K ** -0.5 (static).
       implementation: "auto" (the first of the platform's ORDERS that serves the call) or a name; XLA's is tried after a
-        kernel that refuses, and runs for a name without an implementation for the cache.
+        kernel that refuses, and runs for an implementation of packed rows that has none for the cache.
       shared: shared.Shared, which slots have the same keys and values up to which position, or None. Its slots that are
         not idle are at or beyond that position. Where there is no window, a kernel reads these keys once per tile; XLA,
         and layers with a window, read every slot's own.
@@ -38,7 +39,9 @@ def cached_attention(q_Bx1xHxK, k_NxBxCxGK, v_NxBxCxGK, positions_Bx1, layer, wi
       sinks_H: a score per head of a key that every query sees and that has no value (see sinks.py); None = none.
 
     Returns:
-      out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better."""
+      out_Bx1xHxK in q's dtype; scores and softmax are fp32 or better.
+
+    Raises ValueError for an unknown implementation."""
     scale = q_Bx1xHxK.shape[-1] ** -0.5 if scale is None else scale
 
     def ask(name):
@@ -95,8 +98,11 @@ def least_shared(shape_BxCxGK, dtype, groups: int, implementation: str, mesh=Non
 def order(implementation: str, mesh=None) -> tuple[str, ...]:
     """Returns the names in IMPLEMENTATIONS to try, in order; the last one serves every call.
 
-    "auto" gives the platform's ORDERS without kernels that are distrusted; a name gives itself and XLA's, without an
-    implementation for the cache XLA's alone. mesh: whose platform decides; None = the one in force."""
+    "auto" gives the platform's ORDERS without kernels that are distrusted; a name gives itself and XLA's, one of packed
+    rows alone XLA's. mesh: whose platform decides; None = the one in force. Raises ValueError for an unknown name."""
     if implementation == "auto":
         return trusted("attention", ORDERS[platform(mesh)])
+    if implementation not in {**IMPLEMENTATIONS, **packed.IMPLEMENTATIONS}:
+        raise ValueError(f"attention implementation {implementation!r}: choose auto, "
+                         f"{', '.join({**packed.IMPLEMENTATIONS, **IMPLEMENTATIONS})}")
     return (implementation, "xla") if implementation in IMPLEMENTATIONS else ("xla",)
