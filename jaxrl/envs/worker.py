@@ -194,6 +194,7 @@ class Attempt:
     def _send_payload(self, payload: dict) -> None:
         self.check()
         if self.late:
+            self.chat._reward = payload["reward"]  # `end` reports it
             raise EpisodeTimeout
         seconds_spent = self.seconds_spent()
         self.seconds += seconds_spent
@@ -274,7 +275,7 @@ class Attempt:
         self.check()
         if self.late:
             return [self.n, "failed", {"cause": self.late, "detail": f"it was at {self.phase}", "fault": "late",
-                                       "reward": self.chat._reward}]
+                                       "reward": self.chat._reward, **self.chat._records()}]
         self.seconds += self.seconds_spent()
         try:
             if error is None:
@@ -528,9 +529,10 @@ class Server:
 
 def failure(error: BaseException, phase: str) -> dict:
     """Returns the data of a "failed" message: {"cause": short text, "detail": end of the traceback, "fault": "env",
-    "reward": 0}."""
+    "reward": 0, "notes": {}, "counts": {}}."""
     text = "".join(traceback.format_exception(error))
-    return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}
+    return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0,
+            "notes": {}, "counts": {}}
 
 
 def cause(error: BaseException, phase: str) -> str:

@@ -214,6 +214,26 @@ def test_what_models_write_is_read_or_has_an_error(name):
         assert all(bool(c.error) == (c.arguments is None) for c in calls)
 
 
+def test_untyped_arguments_get_the_types_of_their_schemas():
+    """Schemas of our own, of pydantic and of MCP servers: text stays text where text is allowed."""
+    null, number = {"type": "null"}, {"type": "integer"}
+    schemas = {  # argument -> (schema, what its text becomes)
+        "listed": ({"type": ["string", "null"]}, {"123": "123", "null": None}), "text": ({"type": "string"}, {"123": "123", "null": "null"}),
+        "some": ({"anyOf": [number, null]}, {"5": 5, "null": None}), "either": ({"anyOf": [{"type": "string"}, number]}, {"5": "5"}),
+        "one": ({"oneOf": [number, {"type": "array"}]}, {"[5]": [5]}), "values": ({"enum": [1, 2]}, {"1": 1}), "any": ({}, {"5": "5"}),
+        "own": ({"type": "string", "nullable": True}, {"null": None, "5": "5"}), "point": ({"$ref": "#/$defs/P"}, {'{"x": 1}': {"x": 1}}),
+        "points": ({"anyOf": [{"$ref": "#/$defs/P"}, null]}, {"{}": {}}), "itself": ({"$ref": "#/$defs/Q"}, {"5": "5"}),
+        "lost": ({"anyOf": [{"$ref": "#/$defs/R"}, number]}, {"5": "5"}), "whole": ({"allOf": [{"$ref": "#/$defs/P"}]}, {"{}": {}})}
+    definitions = {"P": {"type": "object"}, "Q": {"anyOf": [{"$ref": "#/$defs/Q"}, {"$ref": "#/$defs/Q"}]}}
+    types = argument_types([{"name": "f", "parameters": {
+        "properties": {name: schema for name, (schema, _) in schemas.items()}, "$defs": definitions}}])
+    for name, (_, texts) in schemas.items():
+        for text, value in texts.items():
+            call = f"<tool_call><function=f><parameter={name}>\n{text}\n</parameter></function></tool_call>"
+            found = PARSERS["qwen"].read(call, types=types)[1][0].arguments[name]
+            assert found == value and type(found) is type(value), (name, text, found)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_no_text_makes_a_parser_raise(name):
     rng, pieces = random.Random(2), [text for text, _ in READ[name] if len(text) < 300] + [

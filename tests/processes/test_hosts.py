@@ -96,7 +96,7 @@ def test_node_lists_of_slurm():
     assert expand_nodes("gpu[001-003,007],login") == ["gpu001", "gpu002", "gpu003", "gpu007", "login"]
     assert expand_nodes("a[8-11]x,b2") == ["a8x", "a9x", "a10x", "a11x", "b2"]
     for wrong in ("a[1,7-3]", "a[1-]", "a[x-2]", "a[1,]"):
-        with pytest.raises(ConfigError, match="no number and no rising range; set it right, or launch.hosts=explicit"):
+        with pytest.raises(ConfigError, match="no number and no rising range; correct it, or set launch.hosts=none"):
             expand_nodes(wrong)
 
 

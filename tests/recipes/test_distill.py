@@ -1,8 +1,10 @@
 """Distillation's pieces: rows, batches, what the loss reads, files of a teacher, vocabularies, and which configs make sense."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.recipes.distill import MixedRows, join_batches
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
-from jaxrl.rollout.vllm.scoring import parse_scores
+from jaxrl.rollout.vllm.scoring import PromptScorer, parse_scores
 from jaxrl.training import Distillation
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
@@ -242,6 +244,19 @@ def test_a_server_s_reply_is_read_by_token_and_rank():
     assert found.logprobs.tolist() == [[0, 0], [-0.5, -1.0]]
     with pytest.raises(ValueError, match="2 log-probs for 3 tokens"):
         parse_scores([4, 3, 1], said, 2)
+
+
+@pytest.mark.parametrize("reply", [{"choices": [{"prompt_logprobs": None}]}, {"choices": [{"prompt_logprobs": [None, 3]}]}, [], {}])
+def test_a_server_whose_replies_cannot_be_read_stops_the_run(monkeypatch, reply):
+    def answer(request):
+        known = {"data": [{"id": "m", "max_model_len": 9}]}
+        return httpx.Response(200, json=known if request.url.path == "/v1/models" else reply)
+
+    monkeypatch.setattr(httpx, "Client", functools.partial(httpx.Client, transport=httpx.MockTransport(answer)))
+    scorer = PromptScorer(("http://teacher",), 9.0, 8)
+    with pytest.raises(RunStopped, match="'http://teacher' failed 4 times"):
+        scorer.score([[4, 3]], 2)
+    scorer.close()
 
 
 # ---- configs

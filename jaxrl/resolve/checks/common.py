@@ -363,7 +363,7 @@ def _engine(cfg):
         elif not LOOPBACK.fullmatch(host) and not key:
             out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it "
                        "asks for")
-    if len(set(r.servers)) < len(r.servers):
+    if len({url.rstrip("/") for url in r.servers}) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
     if not LOOPBACK.fullmatch(v.host) and not key:
         out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need a key: set "
