@@ -473,7 +473,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "max_new_tokens": O(0, "0 = rollout.max_new_tokens", bound=">=0"),
         "stop": O((), "strings that end a completion; empty = rollout.stop"),
         "rewards": O((), "reward functions for evaluation; empty = reward.functions"),
-        "accuracy_from": O("", "reward whose pass mark is accuracy; empty = the first"),
+        "accuracy_from": O("", "reward whose pass mark is accuracy; empty, and for rows that it does not apply to = the row's first"),
         "metric": O("", "metric of evaluations that eval.patience and checkpoint.keep_best go by, by its name in metrics.jsonl; higher is"
                         " better, of names that end in loss lower; empty = eval/accuracy, of preferences without one eval/preference_accuracy",
                     needs="eval.patience or checkpoint.keep_best"),
