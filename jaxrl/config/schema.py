@@ -522,7 +522,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
-        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics (others write a line every step)",
+        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics, with a further line where an evaluation, save or export"
+                         " is due and at a stop (others write a line every step)",
                          read_by=("sft", "preference")),
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
