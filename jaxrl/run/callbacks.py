@@ -30,7 +30,8 @@ class Step:
       total: steps the run aims at.
       metrics: name -> float, the last line of metrics.jsonl.
       samples: records of the step's training completions, as in rollouts/ (prompt, completion, answer, score, reward,
-        advantage, tokens ...); [] for jobs that sample none, for step 0 and in on_end.
+        advantage, tokens ...); [] for jobs that sample none, for step 0, in on_end, and for the line of an evaluation
+        that follows the last step.
       run_dir: the run's directory.
       config: every option as the run uses it, frozen (`step.config.optimizer.lr`).
     """
@@ -138,7 +139,8 @@ class Callbacks:
         step = Step(s, dict(self._metrics), list(records))
         due, self._due = self._due, []
         s.together("callbacks", lambda: self._call(due, step) if s.peers.first else True)
-        s.ended_by = s.decide("end?", lambda: step.stopped) or s.ended_by
+        asked = s.decide("end?", lambda: step.stopped)
+        s.ended_by = s.ended_by or asked  # the first reason counts
 
     def _call(self, due, step: Step) -> bool:
         for hook, *arguments in self._saved() + due:

@@ -481,7 +481,8 @@ class Session:
         if not stopped and not evaluated and c.eval.after and evaluate is not None:
             metrics = self._evaluate(evaluate)
             best = self._better(metrics)
-            self.telemetry.step(self.step, metrics, self.phase.take())
+            if metrics:  # no stop was requested
+                self.callbacks.after_line(self.telemetry.step(self.step, metrics, self.phase.take()))
             stopped = self.stopping() and self.due["eval"].missed
         unsaved = None
         try:
