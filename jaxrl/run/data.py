@@ -219,6 +219,7 @@ def _refused(spec) -> str:
     for name, does_not in (("run.recipe", not known),
                            ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
                            ("fork.run", bool(spec.fork.run)),
+                           ("record.every", bool(spec.record.every) and spec.run.mode == "train"),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"
