@@ -251,6 +251,21 @@ def test_advantages_of_a_source_are_those_of_a_run_with_its_options_alone():
     np.testing.assert_array_equal(plain.tokens, advantages(of({}), whole, scores).tokens)
 
 
+def test_shares_of_a_source_with_a_table_are_over_its_own_trajectories():
+    """Two groups without a pair and without a common state, and two of source b: the metrics are those of b alone."""
+    names, groups = np.array(["a"] * 4 + ["b"] * 4), np.repeat([0, 1, 2, 3], 2)
+    scores, tables = np.array([1.0, 1, 0, 0, 1, 0, 1, 1]), {"a": {}, "b": {"algorithm": {"gamma": 0.9}}}
+    whole, alone = trajectories([1] * 8, groups), trajectories([1] * 4, groups[4:])
+    whole.columns["anchor"] = whole.spread(np.array([0, 0, 0, 0, 7, 7, 7, 7]))
+    alone.columns["anchor"] = alone.spread(np.full(4, 7))
+    for preset, metric, share in (("gigpo", "advantage/anchored_fraction", 0.5), ("online_dpo", "advantage/pairs_fraction", 0.5)):
+        options = decided(algorithm_config({"algorithm.preset": preset, "env.function": "guess" if preset == "gigpo" else ""})).algorithm
+        kl = np.zeros(len(whole.tokens)) if preset == "online_dpo" else None
+        got = advantages_by_source(tables, names, options, whole, scores, kl=kl)
+        own = advantages(options, alone, scores[4:], kl=None if kl is None else kl[:len(alone.tokens)])
+        assert got.metrics[metric] == own.metrics[metric] == share
+
+
 WRONG = [  # sources, further options, what is said
     ({"a": {"algorithm": {"advantage_std": "some"}}}, {}, "a.algorithm.advantage_std='some': choose one of none, group, batch"),
     ({"a": {"algorithm": {"clip_high": 0.3}}}, {}, "a.algorithm.clip_high: not among what a source may have"),
