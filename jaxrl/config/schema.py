@@ -281,7 +281,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
         "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
-        "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault", bound="0..1"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's episodes failed by their environment's fault; with several"
+                                      " processes, of any process's episodes", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or start again (environments that cannot be"
                               " played twice)", choices=("replay", "restart")),
         "publish": O("episode", "with rollout.partial=False a weight sync waits for the episodes begun, or only for their turns"
@@ -328,7 +329,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "timeout_seconds": O(10.0, "wall-clock limit per completion and function (per call of a batched one); the worker is killed", bound=">0"),
         "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
         "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never", bound=">=0"),
-        "max_failed_fraction": O(0.2, "stop when more than this share of a step's completions has a failed reward", bound="0..1"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a step's completions has a failed reward; with several processes, of any"
+                                      " process's completions", bound="0..1"),
         "zero_without_end": O(False, "0 for completions that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
         "bias": O(0.0, "added after scale"),
