@@ -267,7 +267,7 @@ def make_loss_weigher(spec, batch, columns):
     keep = np.logical_and.reduce(list(masks.values())) if masks else None
     positive = None
     if a.positive_nll_coef:
-        positive = np.nan_to_num(accuracy_rewards(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
+        positive = accuracy_rewards(c, batch.result) >= c.reward.pass_mark  # absent: not positive
     weigh = functools.partial(training.loss_weights, traj, aggregation=a.aggregation, chunk=a.aggregation_sequences,
                               max_tokens=a.aggregation_constant or c.rollout.max_new_tokens, dropped=dropped, keep=keep,
                               positive=positive)

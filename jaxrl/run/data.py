@@ -221,6 +221,7 @@ def _refused(spec) -> str:
                            ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
                            ("fork.run", bool(spec.fork.run)),
                            ("lora.init", spec.lora.init == "eva" and spec.run.mode == "train"),  # it reads text alone
+                           ("record.every", bool(spec.record.every) and spec.run.mode == "train"),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"

@@ -204,7 +204,8 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
     served = dict(teacher__servers=("http://localhost:1",), teacher__path="x")
     for recipe, options, name in (("distill", served, "teacher.servers="), ("rl", dict(run__mode="parity"), "run.mode='parity'"),
-                                  ("sft", dict(lora__rank=2, lora__init="eva"), "lora.init='eva' does not train on images yet; change it")):
+                                  ("sft", dict(lora__rank=2, lora__init="eva"), "lora.init='eva' does not train on images yet; change it"),
+                                  ("rl", dict(record__every=2), "record.every=2 does not train on images yet")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
         images = open_images(spec, described, tokenizer)

@@ -16,7 +16,7 @@ from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
 from jaxrl.errors import ConfigError, RunStopped
-from jaxrl.recipes.distill import MixedRows, join_batches
+from jaxrl.recipes.distill import MixedRows, join_batches, lay_out, step_metrics
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
 from jaxrl.rollout.vllm.scoring import PromptScorer, parse_scores
@@ -87,6 +87,23 @@ def test_a_batch_of_both_kinds_keeps_every_sequence():
                 np.testing.assert_array_equal(getattr(whole, name)[mine], getattr(part, name)[theirs])
     scored = join_batches([a, b], on_prompt=True)
     assert scored.total().tolist() == (both.lengths - 1).tolist() and not scored.loss_mask[scored.offsets[:-1]].any()
+
+
+@pytest.mark.parametrize("on_prompt", [False, True])
+def test_prompts_in_the_loss_are_neither_shared_nor_counted_as_shared(on_prompt):
+    """Scoring has the update's layout where its rows have the same shapes, also those of another object."""
+    c = config(distill__on_prompt=on_prompt, algorithm__num_minibatches=1, algorithm__ppo_epochs=1)
+    traj, _ = batch_of_groups(groups=2, size=3)
+    shapes = RowShapes((64,), ((8,),))
+    layout, of_scoring = lay_out(c, SimpleNamespace(row_shapes=shapes, score_shapes=dataclasses.replace(shapes)), traj, 0)
+    assert of_scoring is layout
+    blocks = [block for m in layout.minibatches[0].microbatches for row in m.rows for block in row]
+    assert len(blocks) == (6 if on_prompt else 2)
+    counted = []
+    operations = SimpleNamespace(update=lambda traj, shared: float(counted.append(shared) or 1))
+    parts = SimpleNamespace(s=SimpleNamespace(spec=c), speed=SimpleNamespace(operations=operations))
+    step_metrics(parts, None, traj, layout, {}, None)
+    assert counted == [not on_prompt]
 
 
 # ---- what the loss reads

@@ -192,6 +192,7 @@ def servers_of(monkeypatch, tmp_path, hf_config=HF, **changes):
         begun.append((command, env))
         if len(begun) == config.rollout.vllm.replicas:
             raise Started
+        return SimpleNamespace(stop=lambda: None)
 
     monkeypatch.setattr(servers, "ServerProcess", start)
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
