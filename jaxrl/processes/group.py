@@ -9,6 +9,7 @@ store carries our messages.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.deadline import print_last
 from jaxrl.processes.greeting import PeerLost, Place, greet_all, listen_address
 
 log = logging.getLogger("jaxrl")
@@ -256,8 +258,9 @@ class Peers:
         returns; another status ends this process with it, after the others could read why."""
         if self.count == 1:
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # its reader has gone
+                stream.flush()
         if status == 0:
             self._watch.stop()
             jax.distributed.shutdown()
@@ -321,8 +324,9 @@ class Watch(threading.Thread):
             if posts and peers.failure is None:
                 peers.failure, end = self._news(posts), time.monotonic() + GRACE_SECONDS
             if time.monotonic() > end:
-                print(f"jaxrl: stopped: {peers.failure}", file=sys.stderr, flush=True)
-                client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
+                print_last(f"stopped: {peers.failure}")
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
                 os._exit(1)
 
     def _listen(self, entries) -> None:
