@@ -307,18 +307,19 @@ class Trainer:
         The loss and its gradient are sums over all targets of the batch, divided by nothing.
 
         Returns (log-probs [N] of each datum's targets in nats, sum of losses). Raises Refused (422) if the loss is not
-        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too. If the pass
-        itself raises, they are lost in any case."""
+        finite; with `learn` the window is emptied then, and gradients of earlier calls are lost, too, as they are if
+        the pass itself raises. Without `learn` the window stays as it is, whatever happens."""
         traj, columns = ragged(batch, self.dtype)
         layout = training.make_layout(traj.sizes, self.row_shapes, share_prompts=False)
         packed = Packed(traj, columns, list(layout.minibatches[0].microbatches), [[]], [0, len(batch.tokens)])
         state = run.state.replace(frozen={**self.base, **run.state.frozen})
-        window, run.window = run.window, None  # donated
+        window = run.window if learn else None
+        if learn:
+            run.window = None  # donated
         grads, logprobs, losses = self._pass(self.update, state, packed, learn, window)
-        run.window = grads if learn else window
         loss = float(losses.sum(dtype=np.float64))
         if learn:
-            run.loss += loss
+            run.window, run.loss = grads, run.loss + loss
         if not np.isfinite(loss):
             if learn:
                 self.empty_window(run)

@@ -44,6 +44,7 @@ class Line:
     Attributes:
       next: number of the next task. held: tasks that came before their turn.
       failure: why the window of gradients was emptied; the next optim_step says so.
+      dropped: whether the window was emptied since the newest snapshot, which may still hold its gradients.
       seconds: of tasks since the newest snapshot; 0 = nothing has run since.
       served: tokens that this run has had, or would have had if it had never rested.
     """
@@ -53,6 +54,7 @@ class Line:
     seconds: float = 0.0
     held: dict[int, Task] = dataclasses.field(default_factory=dict)
     failure: str = ""
+    dropped: bool = False
     served: float = 0.0
 
 
@@ -253,9 +255,7 @@ class Worker:
                 for task in line.held.values():
                     task.future.set_exception(Refused(422, f"{task.name}: {why}"))
                 line.held, line.next = {}, last + 1
-                if line.run is not None:
-                    self.trainer.empty_window(line.run)
-                line.failure = why
+                self._drop_gradients(line, why)
 
     def _run(self, group: list[Turn]) -> None:
         begin = time.monotonic()
@@ -263,9 +263,8 @@ class Worker:
         seconds = time.monotonic() - begin
         for turn, (result, placement) in zip(group, results, strict=True):
             line, task = turn.line, turn.task
-            if isinstance(result, Refused) and line.run is not None and task.clears:
-                self.trainer.empty_window(line.run)
-                line.failure = "" if task.applies else f"{task.name} before it failed: {result}"
+            if isinstance(result, Refused) and task.clears:
+                self._drop_gradients(line, "" if task.applies else f"{task.name} before it failed: {result}")
             task.record(result, placement)
             line.seconds += seconds
         most = SNAPSHOT_SECONDS if self.trainer.rank else FULL_SNAPSHOT_SECONDS
@@ -339,12 +338,22 @@ class Worker:
             found = self.snapshots.load(turn.model_id)
             if found is None:
                 raise Refused(422, f"{turn.task.name}: this run was not created; see the error of create_model")
-            line.run, line.failure = found.run, found.failure
+            line.run = found.run
+            if line.dropped:
+                self._drop_gradients(line, line.failure)
+            else:
+                line.failure = found.failure
+
+    def _drop_gradients(self, line: Line, why: str) -> None:
+        """Empties the window of a run, also of one that is in its snapshot alone. why: Line.failure."""
+        line.failure, line.dropped = why, True
+        if line.run is not None:
+            self.trainer.empty_window(line.run)
 
     def _snapshot(self, model_id: str, line: Line) -> None:
         if line.run is not None and line.seconds:
             self.snapshots.save(model_id, line.run, line.next, line.failure)
-            line.seconds = 0.0
+            line.seconds, line.dropped = 0.0, False
 
     def _sample(self) -> None:
         try:

@@ -124,6 +124,38 @@ def test_after_a_failure_nothing_is_applied_and_later_numbers_go_on(client):
     assert client.loss(run, 9, ROWS) < before
 
 
+def test_no_failure_applies_a_part_of_the_gradients(client, service, monkeypatch):
+    """A forward that fails takes none away; a forward_backward that fails takes all, also of a run that is on the disk."""
+    worker, session = service[0].worker, client.session()
+    runs = [client.run(session, number) for number in range(3)]
+
+    def failing(where, name, promise):
+        with monkeypatch.context() as broken:
+            broken.setattr(where, name, lambda *_: 1 / 0)
+            assert "ZeroDivisionError" in client.retrieve(promise()).json()["error"]
+
+    for run in runs[:2]:
+        client.result(client.forward_backward(run, 1, ROWS))
+        if run == runs[0]:
+            failing(worker.trainer, "_evaluate", lambda: client.forward_backward(runs[0], 2, ROWS[:1], forward_only=True))
+        else:
+            client.loss(run, 2, ROWS[:1])
+        client.result(client.forward_backward(run, 3, ROWS[1:]))
+    norms = [client.result(client.optim_step(run, 4))["metrics"]["optim/grad_norm"] for run in runs[:2]]
+    assert norms[0] == norms[1]
+
+    monkeypatch.setattr("jaxrl.service.worker.RESIDENT", 1)
+    monkeypatch.setattr(worker.trainer, "together", 1)
+    client.result(client.forward_backward(runs[2], 1, ROWS))
+    client.loss(runs[0], 5, ROWS)  # the other run goes to the disk
+    failing(worker.snapshots, "load", lambda: client.forward_backward(runs[2], 2, ROWS[:1]))
+    client.result(client.forward_backward(runs[2], 3, ROWS[1:]))
+    told = client.refused("optim_step", {"model_id": runs[2], "seq_id": 4, "adam_params": {}})
+    assert "nothing was applied, because forward_backward (seq_id=2) before it failed: forward_backward (seq_id=2): ZeroDiv" in told
+    client.result(client.forward_backward(runs[2], 5, ROWS))
+    assert client.result(client.optim_step(runs[2], 6))["metrics"]["optim/step"] == 1
+
+
 def test_saved_weights_go_on_bit_for_bit_after_a_restart(client, service):
     """In another server's sessions and from the same folder: the next step is the one that the run itself takes."""
     server, _ = service
