@@ -7,7 +7,9 @@ has no score.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
+import http.client
 import json
 import os
 import random
@@ -75,7 +77,10 @@ def _answer(request, seconds: float):
         if 300 <= e.code < 400:
             raise SandboxError(f"{request.full_url}: it redirects to {e.headers.get('Location')}, which is not"
                                " followed: the key would go there; name the service itself in sandbox.url") from None
-        text = f"HTTP {e.code}: {e.read(300).decode('utf-8', 'replace')}"
+        told = b""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            told = e.read(300)
+        text = f"HTTP {e.code}: {told.decode('utf-8', 'replace')}"
         if e.code in RETRY_STATUSES:
             raise _Retry(text) from None
         remedy = "; set the environment variable that sandbox.key_env names to its key" * (e.code in (401, 403))

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -639,6 +640,13 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append((self.path, self.headers.get("Authorization")))
+            if self.path == "/head":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            while self.path == "/head" and not stop.wait(0.01):
+                try:
+                    self.wfile.write(b"x")
+                except OSError:
+                    return
             self.send_response(302 if self.path == "/elsewhere" else 200)
             if self.path == "/elsewhere":
                 self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/taken")
@@ -663,10 +671,18 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
         with pytest.raises(urllib.error.HTTPError, match="302"):
             http_client.fetch(url("elsewhere"), 60.0)
         assert asked == [("/elsewhere", "key")] and http_client.fetch(url("taken"), 60.0) == b"{}"
-        with pytest.raises(TimeoutError, match="no complete reply within 0.5 s"):
-            http_client.fetch(url("drips"), 0.5)
+        for path in ("drips", "head"):
+            with pytest.raises(TimeoutError, match="no complete reply within 0.5 s"):
+                http_client.fetch(url(path), 0.5)
         with pytest.raises(ValueError, match="a reply of more than 100000 bytes"):
             http_client.fetch(url("long"), 60.0, 100_000)
+        near, far = socket.socketpair()
+        with near, far:  # a read waits for what is left of the time
+            reader = http_client._TimedReader(near.makefile("rb", 0), near, time.monotonic() + 1.0)
+            far.send(b"x")
+            assert reader.readinto(bytearray(9)) == 1 and near.gettimeout() < 1.0
+            with pytest.raises(TimeoutError):
+                reader.readinto(bytearray(9))
     finally:
         stop.set()
         server.shutdown()
