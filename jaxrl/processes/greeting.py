@@ -35,7 +35,7 @@ class Place(NamedTuple):
     Attributes:
       source: what named it: explicit, slurm, kubernetes or tpu.
       coordinator: host:port of process 0, empty if jax finds it itself.
-      processes: their number. process: rank of this one, from 0.
+      processes: their number; of a TPU pod the hosts that the environment names. process: rank of this one, from 0.
       hosts: by process, if the environment has them, else ().
     """
 

@@ -37,21 +37,25 @@ GRACE_SECONDS = 10.0  # from the loss of a process to the end of those that cann
 def find_place(options, environ=os.environ) -> Place | None:
     """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
 
+    With launch.hosts=tpu there is a Place even if the environment names one host or none: jax may find others, by the
+    machine's metadata or in further slices.
+
     options: config.launch; its `hosts` chooses the source. Raises ConfigError if only some of the values are set, for a
-    coordinator that is not host:port, and for a rank beyond the number of processes.
+    variable that is no number, a coordinator that is not host:port, and a rank beyond the number of processes.
     """
     choice = options.hosts
     if choice == "auto":
         explicit = options.coordinator or options.processes > 1 or "JAXRL_COORDINATOR" in environ
         choice = ("kubernetes" if "JOB_COMPLETION_INDEX" in environ and "JAXRL_COORDINATOR" in environ else
                   "explicit" if explicit else
-                  "slurm" if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environ else
+                  "slurm" if "SLURM_STEP_NODELIST" in environ and "SLURM_STEP_NUM_TASKS" in environ
+                  and _number(environ, "SLURM_STEP_NUM_TASKS", "auto") > 1 else
                   "tpu" if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else "none")
     if choice == "none":
         return None
     if choice == "tpu":
         names = tuple(n for n in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if n)
-        return Place("tpu", "", len(names), int(environ.get("TPU_WORKER_ID", 0)), names)
+        return Place("tpu", "", len(names), _number({"TPU_WORKER_ID": "0", **environ}, "TPU_WORKER_ID", "tpu"), names)
     place = {"explicit": _explicit, "slurm": _slurm, "kubernetes": _kubernetes}[choice](options, environ)
     if not re.fullmatch(r"(\[[^]]+\]|[^/:\[\]]+):[0-9]+", place.coordinator):
         raise ConfigError(f"launch.coordinator={place.coordinator!r} ({choice}): expected host:port of process 0")
@@ -65,7 +69,11 @@ def _number(environ, name: str, source: str) -> int:
     if name not in environ:
         raise ConfigError(f"launch.hosts={source}: the environment variable {name} is missing;"
                           " see docs/guides/hosts.md")
-    return int(environ[name])
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"launch.hosts={source}: the environment variable {name}={environ[name]!r} is not a whole "
+                          "number; correct it, or set launch.hosts=none for a run of one process") from None
 
 
 def _explicit(options, environ) -> Place:
@@ -82,7 +90,13 @@ def _slurm(options, environ) -> Place:
     """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a
     node do not collide.
     """
-    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    try:
+        hosts = expand_nodes(nodes)
+    except ValueError:
+        raise ConfigError(f"launch.hosts=slurm: the environment variable SLURM_STEP_NODELIST={nodes!r} is no list of "
+                          "nodes such as gpu[01-03]; correct it, or set launch.hosts=none for a run of one process"
+                          ) from None
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
     port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
     first = hosts[0] if hosts else ""
@@ -91,7 +105,9 @@ def _slurm(options, environ) -> Place:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']."""
+    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login'].
+
+    Raises ValueError for a range whose ends are no numbers."""
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
@@ -398,7 +414,11 @@ def _join(place: Place, options) -> None:
             jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=left,
                                        cluster_detection_method="deactivate", coordinator_bind_address=bind, **common)
     else:
-        jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
+        try:
+            jax.distributed.initialize(initialization_timeout=int(options.connect_seconds), **common)
+        except ValueError as e:  # nothing here names a pod
+            raise ConfigError(f"launch.hosts={place.source}: jax finds no TPU pod from this host ({e}); start the run "
+                              "on every host of one, or set launch.hosts=auto") from None
 
 
 def _first_line(error) -> str:

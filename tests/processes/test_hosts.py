@@ -63,6 +63,7 @@ def test_where_a_process_stands():
     pod = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
     assert place(pod) == ("tpu", "", 2, 1, ("t0", "t1"))
     assert place({"TPU_WORKER_HOSTNAMES": "t0"}) is None
+    assert place({}, hosts="tpu") == ("tpu", "", 0, 0, ())  # of a pod whose metadata alone has the hosts
 
 
 @pytest.mark.parametrize("environ, changes, complaint", [
@@ -71,10 +72,23 @@ def test_where_a_process_stands():
     (LOCAL, {"process": 4}, "launch.process=4 of launch.processes=4"),
     ({}, {"hosts": "slurm"}, "SLURM_STEP_NUM_TASKS is missing"),
     ({"JOB_COMPLETION_INDEX": "0"}, {"hosts": "kubernetes"}, "JAXRL_COORDINATOR is missing"),
+    ({**LOCAL, "JAXRL_PROCESSES": "four"}, {}, "launch.hosts=explicit: .*JAXRL_PROCESSES='four' is not a whole number; correct"),
+    ({**SLURM, "SLURM_STEP_NUM_TASKS": "3(x2)"}, {}, r"launch.hosts=auto: .*SLURM_STEP_NUM_TASKS='3\(x2\)' is not a whole"),
+    ({**SLURM, "SLURM_JOB_ID": ""}, {}, "launch.hosts=slurm: .*SLURM_JOB_ID='' is not a whole"),
+    ({**SLURM, "SLURM_STEP_NODELIST": "gpu[a-c]"}, {}, r"SLURM_STEP_NODELIST='gpu\[a-c\]' is no list of nodes"),
+    ({**LOCAL, "JOB_COMPLETION_INDEX": "x"}, {}, "launch.hosts=kubernetes: .*JOB_COMPLETION_INDEX='x' is not"),
+    ({"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "t1"}, {}, "launch.hosts=tpu: .*TPU_WORKER_ID='t1' is not"),
 ])
 def test_half_a_description_is_refused(environ, changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
         find_place(options(**changes), environ)
+
+
+def test_a_host_of_no_pod_is_told_so():
+    code = ("from jaxrl.config.load import default_config; from jaxrl.processes import group; c = default_config(); "
+            "c.launch.hosts = 'tpu'; group.start(c)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert "ConfigError: launch.hosts=tpu: jax finds no TPU pod from this host (" in done.stderr
 
 
 def test_node_lists_of_slurm():
