@@ -109,6 +109,29 @@ def test_a_gap_that_never_closes_is_an_error(client, service, monkeypatch):
     assert client.loss(run, 6, ROWS) > 0
 
 
+@pytest.mark.parametrize("evicted", ["before the gap", "after it"])
+def test_gradients_dropped_at_a_gap_do_not_come_back_from_the_disk(client, service, monkeypatch, evicted):
+    worker, session = service[0].worker, client.session()
+    monkeypatch.setattr("jaxrl.service.worker.RESIDENT", 1)
+    monkeypatch.setattr(worker.trainer, "together", 1)
+    run, other = client.run(session), client.run(session, 1)
+    client.result(client.forward_backward(run, 1, ROWS))
+    client.loss(other, 1, ROWS)  # the run goes to the disk, with its gradients
+    if evicted == "after it":
+        client.loss(run, 2, ROWS)
+    seq = 3 if evicted == "after it" else 2
+    with monkeypatch.context() as hasty:
+        hasty.setattr("jaxrl.service.worker.GAP_SECONDS", 0.0)
+        answer = client.retrieve(client.forward_backward(run, seq + 1, ROWS[:1])).json()
+    assert f"request {seq} of this run has not come" in answer["error"]
+    found = worker.snapshots.about(run)  # a restart goes on behind the gap
+    assert found["next"] == seq + 2 and f"request {seq} of this run" in found["failure"]
+    client.loss(other, 2, ROWS)
+    told = client.refused("optim_step", {"model_id": run, "seq_id": seq + 2, "adam_params": {}})
+    assert f"nothing was applied, because request {seq} of this run has not come" in told
+    assert "there are no gradients" in client.refused("optim_step", {"model_id": run, "seq_id": seq + 3, "adam_params": {}})
+
+
 def test_after_a_failure_nothing_is_applied_and_later_numbers_go_on(client):
     run = client.run(client.session())
     before = client.loss(run, 1, ROWS)
