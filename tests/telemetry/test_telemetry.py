@@ -21,9 +21,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
+from jaxrl.report.runs import _series
 from jaxrl.telemetry import METRICS, Telemetry, describe, write_atomic, write_config
 from jaxrl.telemetry import telemetry as telemetry_module
+from jaxrl.telemetry.names import CLOCKED
 from jaxrl.telemetry.run_dir import dumps
+from jaxrl.telemetry.sinks import JsonLines
 
 CANARY = "canary-9f3ac1"
 
@@ -441,6 +444,19 @@ def test_every_metric_has_a_meaning_and_only_known_names_do():
     assert describe("reward/mean") != describe("reward/math")
     assert "missing" in describe("reward/timeout_fraction") and "missing" not in describe("reward/math")
     assert describe("rewards/mean") is None and describe("nonsense") is None
+
+
+def test_what_a_clock_measures_lives_under_time_alone(tmp_path):
+    """Every metric of seconds or a rate: two equal runs differ in it. What counts work is beside it."""
+    clocks = re.compile(r"second|TFLOP/s|Unix time|share of the chip's peak")
+    for m in METRICS:
+        assert m.name.startswith(CLOCKED) or not clocks.search(m.name + m.meaning), m.name
+    file = JsonLines(tmp_path / "metrics.jsonl", -1)
+    file.write(1, {"time/step": 1.0, "perf/mfu": 0.5, "publish/seconds": 2.0, "publish/probe": 0.0, "flops/update": 7.0, "loss": 3.0})
+    file.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1, "publish/probe": 0.0, "flops/update": 7.0, "loss": 3.0, "time": {"step": 1.0, "perf/mfu": 0.5, "publish/seconds": 2.0}}
+    assert _series(tmp_path / "metrics.jsonl")[0]["publish/seconds"][1] == [2.0]  # as the report reads it
 
 
 def test_the_log_goes_to_stderr_at_its_level():
