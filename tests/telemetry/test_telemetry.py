@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -344,6 +345,31 @@ def test_rollouts_that_the_disk_does_not_take_are_an_error_of_the_checkpoint(tmp
     hangs.set()
     t.flush()
     t.close()
+
+
+def test_rollouts_that_the_disk_refuses_are_kept_and_no_checkpoint_counts_before_they_are_there(tmp_path, caplog):
+    """A file stands where their folder should be. They are written with later ones, or at the end; many of them end the run."""
+    t = Telemetry(tmp_path, config(tensorboard=False), 10)
+    (tmp_path / "rollouts").touch()
+    for step in (1, 2):
+        t.rollouts(step, [{"group": step}])
+        with pytest.raises(FileExistsError, match="rollouts/step_00000001.jsonl"):
+            t.flush()
+    assert caplog.text.count("is not written: File exists") == 1
+    (tmp_path / "rollouts").unlink()
+    t.rollouts(3, [{"group": 3}])
+    t.flush()
+    assert [t.read_rollouts(step) for step in (1, 2, 3)] == [[{"group": step}] for step in (1, 2, 3)]
+    shutil.rmtree(tmp_path / "rollouts")
+    (tmp_path / "rollouts").touch()
+    with pytest.raises(FileExistsError, match="step_00000004"):
+        for step in range(4, 4 + telemetry_module.WAITING_STEPS + 1):
+            t.rollouts(step, [{"group": step}])
+            t._wait("rollouts")
+    assert step == 4 + telemetry_module.WAITING_STEPS
+    (tmp_path / "rollouts").unlink()
+    t.close()
+    assert len(os.listdir(tmp_path / "rollouts")) == telemetry_module.WAITING_STEPS
 
 
 # ---- files
