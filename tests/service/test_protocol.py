@@ -451,6 +451,28 @@ def test_weights_take_turns_in_the_sampler(service):
     assert len(ended) == 42 and ended.index("b1") <= 9 and [x for x in ended if x[0] == "a"] == [f"a{n}" for n in range(40)]
 
 
+@pytest.mark.parametrize("breaks", ["submit", "result"])
+def test_no_sample_waits_for_ever_behind_one_that_fails(service, breaks):
+    """Whatever the engine raises: `fail` finds the job, and those of the same turn behind it."""
+    old, begun = service[0].worker.sampler, []
+
+    def submit(requests):
+        if breaks == "submit" and requests[0].id == "a1/0":
+            raise RuntimeError("the servers are lost")
+        begun.extend(requests)
+
+    engine = SimpleNamespace(submit=submit, publish=lambda tree, count: None, abort=begun.clear, poll=lambda seconds: [
+        SimpleNamespace(id=r.id, tokens=[], logprobs=[], versions=np.zeros(0, int)) for r in begun[:1]])  # without a finish
+    sampler = Sampler(engine, old.read, old.row_shapes, lambda leaves: leaves, {})
+    jobs = [SampleJob(f"a{n}", "", np.array([3]), 1, None, 0, False, None, None, Future()) for n in range(3)]
+    for job in jobs:
+        sampler.submit(job)
+    with pytest.raises(RuntimeError if breaks == "submit" else AttributeError) as found:
+        sampler.work(0.0)
+    sampler.fail(found.value)
+    assert not sampler.busy and all(job.future.exception(0) is found.value for job in jobs)
+
+
 def test_a_cancelled_sample_ends(client):
     sampler = client.sampler(client.session(), 0)
     promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
@@ -501,3 +523,36 @@ def test_other_addresses_need_keys(capsys, caplog, monkeypatch):
     monkeypatch.setenv(app.KEYS, "secret")
     assert app.main(["--model=a"]) == 2 and "does not begin with tml-" in caplog.text and "secret" not in caplog.text
     assert app.main(["--help"]) == 0 and "jaxrl serve tinker --model=PATH" in capsys.readouterr().out
+
+
+def test_a_bug_before_the_work_uses_the_number_up(client, monkeypatch):
+    """Else later numbers would wait for it, and a restart would end with it."""
+    run = client.run(client.session())
+    monkeypatch.setattr("jaxrl.service.bodies.adam_settings", lambda b: {}["beta3"])
+    answer = client.retrieve(client.optim_step(run, 1)).json()
+    assert answer["category"] == "server" and "optim_step (seq_id=1): KeyError: 'beta3' (incident" in answer["error"]
+    monkeypatch.undo()
+    client.forward_backward(run, 2, ROWS)
+    assert client.result(client.optim_step(run, 3))["metrics"]
+
+
+def test_weights_of_another_adapter_change_nothing_of_the_run(client):
+    session = client.session()
+    small, large = client.run(session, rank=2), client.run(session, 1, rank=4)
+    path = client.result(client.ok("save_weights", {"model_id": large, "seq_id": 1, "path": "w"}))["path"]
+    told = client.refused("load_weights", {"model_id": small, "seq_id": 1, "path": path, "optimizer": False})
+    assert "create the run with the same rank and modules" in told
+    assert client.ok("get_info", {"model_id": small})["lora_rank"] == 2
+
+
+def test_the_journal_forgets_samples_once_their_results_are_old(client, monkeypatch):
+    operations = client.http.app.state.operations
+    sampler = client.sampler(client.session(), 0)
+    assert client.result(client.sample(sampler, 0, [3, 4])).sequences
+    name, kept = f"{sampler}:0", lambda: {r.header.get("name") for r in operations.journal.records()}
+    assert name in kept()
+    monkeypatch.setattr("jaxrl.service.operations.RESULTS_SECONDS", -10.0)  # all are old
+    monkeypatch.setattr("jaxrl.service.operations.JOURNAL_BYTES", 0)
+    monkeypatch.setattr(operations, "_swept", -1e9)
+    operations._sweep()
+    assert name not in operations.promises and name not in kept()
