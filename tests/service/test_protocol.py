@@ -1,6 +1,7 @@
 """The protocol over HTTP against a tiny model: loops, order, retries, saves, samples, refusals. test_sdk drives the real SDK."""
 
 import json
+import re
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from helpers.tinker_cases import LONGEST, PROTO, VOCAB, Client, forward_backward, next_tokens, numbers, served, text
 
 from jaxrl.errors import ConfigError
-from jaxrl.service import app, wire
+from jaxrl.service import app, bodies, wire
 from jaxrl.service.operations import Operations
 from jaxrl.service.refusals import Refused
 from jaxrl.service.routes import make_app
@@ -499,6 +500,7 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
     (["--model=a", "--rank=-1"], "--rank=-1: must be at least 0"),
+    (["--model=a", "--alpha=nan"], "--alpha=nan: must be at least 1e-09, and finite"), (["--model=a", "--alpha=inf"], "--alpha=inf: must be"),
     (["--model=a", "--sync=90"], "--sync=90: must be 0 to 60 seconds, or never"), (["--model=a", "--sync=soon"], "expected a number"),
     (["--model=a", "--unembed=yes"], "choose train or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
@@ -515,6 +517,37 @@ def test_a_folder_belongs_to_one_base(tmp_path):
                                 (options._replace(rank=8, alpha=16.0), "one", "at least this rank and this alpha")):
         with pytest.raises(ConfigError, match=what):
             app.check_folder(tmp_path, other, digest)
+
+
+def test_a_start_that_is_killed_leaves_the_note_of_the_base_whole(tmp_path, monkeypatch):
+    options = app.Options("a", rank=4)
+    app.check_folder(tmp_path, options, "one")
+    before = (tmp_path / "base.json").read_bytes()
+    with monkeypatch.context() as killed:
+        killed.setattr("os.replace", lambda *_: 1 / 0)
+        app.check_folder(tmp_path, options, "one")  # writes nothing: nothing has changed
+        with pytest.raises(ZeroDivisionError):
+            app.check_folder(tmp_path, options._replace(rank=8), "one")
+    assert (tmp_path / "base.json").read_bytes() == before
+    app.check_folder(tmp_path, options._replace(rank=8), "one")
+    assert (tmp_path / "base.json").read_bytes() != before
+
+
+@pytest.mark.parametrize("where, place", [
+    ("data[0]", lambda m: m.data[0]), ("data[0].model_input[0]", lambda m: m.data[0].model_input[0]),
+    ("data[0].model_input[0].encoded_text[0]", lambda m: m.data[0].model_input[0].encoded_text),
+    ("data[0].loss_fn_inputs[0]", lambda m: m.data[0].loss_fn_inputs["target_tokens"])])
+def test_a_field_of_a_newer_sdk_is_refused_wherever_it_is(where, place):
+    body = forward_backward("a:train:0", 1, [(np.array([3, 4]), {"target_tokens": np.array([4, 5])})])
+    assert wire.parse_forward_backward(body).seq_id == 1
+    message = wire.parse("ForwardBackwardRequest", body)
+    place(message).MergeFromString(b"\xf8\x01\x01")
+    with pytest.raises(Refused, match=re.escape(f"field number 31 of {where} is not known here")):
+        wire.parse_forward_backward(message.SerializeToString())
+
+
+def test_a_field_of_any_kind_has_no_bounds():
+    assert bodies.read("session", {"session_id": "a", "type": 1e30})["type"] == 1e30
 
 
 def test_other_addresses_need_keys(capsys, caplog, monkeypatch):
