@@ -89,7 +89,8 @@ def reader_is_gone() -> bool:
 
 
 def unknown(name: str) -> str:
-    """Returns the message for a program that does not exist: the nearest name, or all names."""
+    """Returns the message for a program that does not exist: the nearest name, or all names; for a .py
+    file how a config is named."""
     if name.partition(":")[0].endswith(".py"):
         return f"{name}: a config is given as jaxrl train --config={name}"
     near = difflib.get_close_matches(name, PROGRAMS, n=1, cutoff=0.5)

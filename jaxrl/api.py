@@ -68,9 +68,9 @@ def train(config: str | Mapping[str, Any] | ConfigDict | None = None,
 
     Raises:
       ConfigError: names field, value and remedy; every problem of the options at once, before any device work.
-      RunStopped, TimeoutError: a failure, a callback's too, or late completions; repeat the call to resume from the
-        latest checkpoint.
-      SystemExit: the warm-start job (run.warm_start) was stopped on request; the same call resumes it."""
+      RunStopped: the run had to stop, or a callback failed; repeat the call to resume from the latest checkpoint.
+      TimeoutError: late completions. OSError: a disk. SystemExit: run.warm_start stopped on request. Repeat the call.
+    """
     _check_call(unknown)
     from jaxrl import data as jaxrl_data
     from jaxrl import telemetry

@@ -102,7 +102,8 @@ def visible_gpus(environ) -> list[str]:
 
 
 class Group:
-    """The processes of one attempt, started by the constructor, with their coordinator at a free port.
+    """The processes of one attempt, started by the constructor, with their coordinator at a free port. Raises
+    SystemExit as `environments` does.
 
     Args:
       options: of `parse`. command: words that each process runs.
@@ -184,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `jaxrl launch` with these arguments (default sys.argv); returns its exit status.
 
     If one fails, all processes are restarted up to --retries times, except after an invalid config, Ctrl-C or a signal
-    to the launcher, which it forwards to them. The status is that of the last attempt.
+    to the launcher, which it forwards to them. The status is that of the last attempt. Only in the main thread: it
+    handles SIGTERM, SIGINT and SIGHUP.
     """
     options, rest = parse(sys.argv[1:] if argv is None else argv)
     command = [sys.executable, *(rest if rest[0].endswith(".py") and rest[0][0] != "-"

@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
 
 
 def peers():
-    """Returns the group of processes of the run, or None if it was not set up yet."""
+    """Returns the group of processes of the run, of one process before it is set up; None until the module of groups
+    is imported."""
     module = sys.modules.get("jaxrl.processes.group")
     return None if module is None else module.peers()
 

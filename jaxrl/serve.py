@@ -51,17 +51,20 @@ def shares(gpus: list[str], replicas: int, each: int) -> tuple[str, ...]:
 
 
 def reached_at(host: str) -> tuple[str, str]:
-    """Returns (host name in announced URLs, host name for this process) of servers that listen on `host`."""
+    """Returns (host name in announced URLs, which is $JAXRL_SERVE_HOST if set, host name for this process) of servers
+    that listen on `host`."""
     everywhere = bare_host(host) in ("0.0.0.0", "::")
     here = "127.0.0.1" if everywhere else host
     return os.environ.get("JAXRL_SERVE_HOST") or (socket.gethostname() if everywhere else here), here
 
 
 class Host:
-    """The vLLM servers of this host, started by the constructor; `look` watches them.
+    """The vLLM servers of this host, started by the constructor; `look` watches them. Announcements under their
+    names, which an earlier serve on this host left, are deleted; those of further servers of it stay.
 
     Args:
-      config: of the run. folder: where they are announced. own: folder for logs and the model's description.
+      config: of the run; an empty rollout.vllm.devices is set to the servers' shares of the GPUs.
+      folder: where they are announced. own: folder for logs and the model's description.
 
     Raises:
       ConfigError: no key is set, there are too few GPUs, or the model's config cannot be read.

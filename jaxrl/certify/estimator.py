@@ -12,7 +12,7 @@ EXACT = 1e-9
 
 
 def differs(a, b) -> bool:
-    """Returns whether two float arrays differ anywhere by more than EXACT + EXACT |b|."""
+    """Returns whether two float arrays differ anywhere by more than EXACT + EXACT |b|; NaN differs from NaN."""
     return not np.allclose(a, b, rtol=EXACT, atol=EXACT)
 
 

@@ -52,7 +52,8 @@ class Loss(NamedTuple):
         return self._replace(objective=dataclasses.replace(self.objective, options=FrozenConfigDict(options)))
 
     def plain(self) -> Loss:
-        """Returns the policy loss alone, without KL, entropy and NLL terms."""
+        """Returns the policy loss alone, without KL, entropy and NLL terms; with advantage=dpo kl.coef stays, its
+        beta."""
         off = {"kl.coef": 0.0, "entropy_coef": 0.0, "entropy_target": 0.0, "positive_nll_coef": 0.0}
         if self.options.advantage == "dpo":  # kl.coef is the preference's beta
             off |= {"kl.coef": self.options.kl.coef, "kl.placement": "reward"}

@@ -47,7 +47,7 @@ def run(config, inputs=None) -> dict:
     each claim without "says", its text).
 
     `certified` is False if a claim fails that certify.accept does not name. inputs: PythonInputs of the caller; None =
-    there are none.
+    there are none. The process has simulated CPU devices afterwards (`simulate`), and jax's mesh is a tiny job's.
 
     Raises ConfigError if run.dir is not a writable folder."""
     started, folder = time.monotonic(), Path(config.run.dir)

@@ -69,6 +69,10 @@ class Tiny:
     Args:
       config: the config to certify. folder: for its checkpoints. count: devices to use. axes: mesh axis -> size.
 
+    Attributes:
+      job: its run.setup.Job. spec: its Spec. roles: rl.roles.Roles, policy: of them, both made anew by `open`.
+      turns: whether the config's completions are episodes.
+
     Side effect: sets jax's current mesh."""
 
     def __init__(self, config, folder: Path, count: int = 1, axes=None):
@@ -208,7 +212,7 @@ class Base:
     """A tiny job, its batch and gradients, computed when the first claim needs them; its methods test the claims and
     return what was found, as text.
 
-    config: the config to certify. folder: for checkpoints."""
+    config: the config to certify. folder: for checkpoints. Attribute tiny: the Tiny job."""
 
     def __init__(self, config, folder: Path):
         self.config, self.folder, self.tiny = config, folder, Tiny(config, folder)

@@ -74,12 +74,13 @@ def compare_inputs(config, peers, inputs, train_set, eval_sets, chosen, workers=
 
 def fingerprints(config, inputs, train_set, eval_sets) -> dict[str, str]:
     """Returns name -> hash of the inputs a checkpoint depends on: data, tokenizer, model config, a reference that is
-    read again, a local teacher. Raises ConfigError if weights cannot be found.
+    read again, a local teacher; and the number of training examples. Raises ConfigError if weights cannot be found.
 
     inputs: run.setup.ModelInputs. train_set: training Dataset or None. eval_sets: Datasets by name."""
     out = {f"eval set {name}": dataset.fingerprint for name, dataset in eval_sets.items()}
     if train_set is not None:
         out["training data"] = train_set.fingerprint
+        out["training examples"] = f"{len(train_set)} within the length limits"  # the place in the data counts them
     described = {key: value for key, value in inputs.hf_config.items() if key not in IGNORED_FIELDS}
     out |= jaxrl_data.fingerprint(inputs.tokenizer)
     if inputs.images is not None:

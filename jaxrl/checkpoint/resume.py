@@ -112,8 +112,8 @@ def config_changes(old: dict, new: dict) -> tuple[list[str], list[str]]:
 
 
 # Entry of run.accept_changed -> beginnings of the names of its fingerprints (jaxrl.checkpoint.fingerprints).
-READ = {"data": ("training data",), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"), "model": ("model config",),
-        "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
+READ = {"data": ("training data", "training examples"), "eval": ("eval set ",), "tokenizer": ("tokenizer", "chat template"),
+        "model": ("model config",), "reference": ("weights of the reference",), "teacher": ("weights of the teacher",)}
 
 
 def input_changes(old: dict, new: dict, accepted=(), changes: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -369,8 +369,8 @@ class Dataset:
       content: hash of the rows' content in order, with `hexdigest`; part of `fingerprint`.
       bad_rows: BadRows, the rows that could not be read.
       filtered: locations ("file:line") of the rows dropped for their length; filtered_why: of the first ones the limit
-        that they exceed (empty from a cache); filtered_rows: their row numbers; filtered_fraction: their share of
-        these and the rows that stay, bad rows not counted.
+        that they exceed (empty from a cache); filtered_rows: their row numbers; kept_rows: number of the rows that
+        stay, a row that was split once; filtered_fraction: share of those dropped among both, bad rows not counted.
       image_files: whether rows name files of images, whose content the rows do not tell.
       unknown_prompts: (row number, share of its tokens) of prompts with text the tokenizer has no token for.
       empty: locations of rows whose completion is the empty text, in jobs that sample completions whose answer is.
@@ -421,7 +421,8 @@ class Dataset:
             "images": np.concatenate([np.zeros((0, 4), np.int64), *(one.images for one in rows if len(one.images))])})
 
     def set_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """Stores all ids as arrays, as `fill` builds them, and computes lengths, patches and filtered_fraction.
+        """Stores all ids as arrays, as `fill` builds them, and computes lengths, patches, kept_rows and
+        filtered_fraction.
 
         Args:
           arrays: by name. offsets: [3 N + 1] int64, begins in `ids` of each row's prompt, target and rejected
@@ -438,7 +439,8 @@ class Dataset:
         each = np.append(0, np.cumsum(arrays["images"][:, 1] * arrays["images"][:, 2]))
         self.patches = np.diff(each[arrays["image_offsets"]])
         self.prompt_lengths, self.target_lengths, self.rejected_lengths = np.diff(arrays["offsets"]).reshape(-1, 3).T
-        self.filtered_fraction = len(self.filtered) / (len(self.filtered) + len(np.unique(arrays["rows"])))
+        self.kept_rows = len(np.unique(arrays["rows"]))
+        self.filtered_fraction = len(self.filtered) / (len(self.filtered) + self.kept_rows)
 
     def __len__(self) -> int:
         return len(self.arrays["rows"])
@@ -490,8 +492,8 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Hash of the rows' content in order (first 16 hex digits) and their count, rows dropped for their length
-        included, as text; a row that was split counts once per piece."""
-        return f"{self.content.hexdigest()[:16]}, {len(self) + len(self.filtered)} rows"
+        included, as text; a row that was split counts once."""
+        return f"{self.content.hexdigest()[:16]}, {self.kept_rows + len(self.filtered)} rows"
 
     @property
     def commits(self) -> list[str]:

@@ -72,9 +72,9 @@ class Mixture:
 
     @property
     def filtered_fraction(self) -> float:
-        """Share of the rows dropped for their length among these and the examples that stay, bad rows not counted."""
+        """Share of the rows dropped for their length among these and the rows that stay, bad rows not counted."""
         left_out = sum(len(part.filtered) for part in self._sets)
-        return left_out / (left_out + len(self))
+        return left_out / (left_out + sum(part.kept_rows for part in self._sets))
 
     @property
     def fingerprint(self) -> str:

@@ -253,7 +253,8 @@ def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | N
 def compare_exports(a: Run, b: Run) -> str:
     """Describes in one line how the exported models differ; "" unless both runs have an export.
 
-    Numbers are compared in float64, tensor by tensor; the line has the largest |a - b| and its tensor.
+    Numbers are compared in float64, tensor by tensor, so dtypes may differ; NaN differs from NaN. The line has the
+    largest |a - b| and its tensor.
     """
     import numpy as np
 

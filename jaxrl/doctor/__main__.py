@@ -28,7 +28,7 @@ TAIL = 15  # last lines of stderr that are shown of a failed examination
 
 def main(argv=None) -> int:
     """Runs `jaxrl doctor`: prints and writes what each examination found, without secrets; returns 1 if anything is
-    wrong.
+    wrong, else 0. Raises OSError if the file cannot be written.
 
     argv: None = sys.argv. --one runs one examination in this process and prints its lines as JSON.
     """

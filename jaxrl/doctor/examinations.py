@@ -182,7 +182,7 @@ def collectives() -> list[Line]:
 
 
 def cache() -> list[Line]:
-    """Checks that the cache of compiled programs can be written, and reports its size."""
+    """Checks that the default cache of compiled programs, ~/.cache/jaxrl/xla, can be written, and reports its size."""
     folder = Path.home() / ".cache" / "jaxrl" / "xla"
     held = [p.stat().st_size for p in folder.glob("*-cache")] if folder.is_dir() else []
     try:

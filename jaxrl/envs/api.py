@@ -151,7 +151,7 @@ class Chat:
 
     Args:
       host: runs the episode: `exchange(payload)` sends messages and returns the turn, `call(fn, **arguments)` calls a
-        tool; both are awaited.
+        tool; both are awaited. `show_reward(value)` gets the reward of the last turn so far.
       parallel: most calls of a turn that are run.
     """
 
@@ -185,6 +185,7 @@ class Chat:
         if not self._turns:
             raise BadEnvironment("chat.reward was called before the model's first turn")
         self._reward += _finite(value, "chat.reward")
+        self._host.show_reward(self._reward)
         self._rewarded = True
 
     def state(self, key) -> None:
@@ -226,6 +227,7 @@ class Chat:
                    "tools": [tool.schema for tool in self._tools.values()] or None,
                    "reward": self._reward, "anchor": self._anchor, "train": True}
         self._reward, self._anchor, self._history, self._sending = 0.0, "", None, True
+        self._host.show_reward(0.0)
         return payload
 
     def _to_turn(self, turn: dict) -> Turn:

@@ -26,7 +26,7 @@ import re
 from jaxrl import sandbox
 from jaxrl.envs import pixels
 from jaxrl.envs.api import Observation, Step, ToolError
-from jaxrl.sandbox.grading import grade
+from jaxrl.sandbox.grading import grade, parse
 
 # ---------------------------------------------------------------------------------------------------------------- calc
 
@@ -264,7 +264,7 @@ def first_failing_test(source: str, expression: str, tests: str) -> int:
     Args:
       source: Python source of the faulty function; everything after its last " return " is replaced.
       expression: Python expression to return instead. One that does not run fails every test.
-      tests: JSON object with fn_name, inputs and outputs.
+      tests: JSON text of tests with inputs, outputs and fn_name, see grading.parse.
 
     Raises SandboxError if the sandbox fails, ValueError if the tests cannot be parsed. Cached, since members of a
     prompt group often write the same expression."""
@@ -278,14 +278,18 @@ class Repair:
     return x*y'. The model writes the right expression, and the row's unit tests run on it in the sandbox. Reward 1
     once all pass, else 0; the next turn shows a failed test.
 
-    A row has `source`, and `tests` in the formats of reward `code`, with fn_name.
+    A row has `source`, and `tests` in the formats of reward `code` that have inputs, outputs and fn_name.
     """
 
     prepare = staticmethod(sandbox.prepare)
 
     def reset(self, row, seed):
-        """Returns the row's faulty `source`, to be repaired against its `tests`."""
+        """Returns the row's faulty `source`, to be repaired against its `tests`. Raises ValueError for tests of another
+        form."""
         self.source, self.tests = row["source"], row["tests"]
+        self.cases = parse(self.tests).cases
+        if not self.cases or not all(case.name for case in self.cases):
+            raise ValueError("the row's tests do not call one function: write inputs, outputs and fn_name")
         return Observation(self.source)
 
     def step(self, action):
@@ -294,8 +298,8 @@ class Repair:
         test = first_failing_test(self.source, action.strip(), json.dumps(self.tests))
         if test < 0:
             return Step(reward=1.0, done=True)
-        arguments = ",".join(map(str, self.tests["inputs"][test]))
-        return Step(Observation(f"{self.tests['fn_name']}({arguments}) is {self.tests['outputs'][test]}"))
+        case = self.cases[test]
+        return Step(Observation(f"{case.name}({','.join(map(str, case.given))}) is {case.wanted}"))
 
 
 guess, lake, repair, lake_pixels, spot = Guess, Lake, Repair, LakePixels, Spot  # as env.function names them

@@ -90,7 +90,7 @@ def remote_process(pool: EpisodePool):
     seats, env = RemoteSeats(), pool.env
     named = {name: os.environ[name] for name in pool.variables if name in os.environ}
     process = RemoteProcess("jaxrl.envs.worker", pool.printed, named, pool.memory_gb, group="env", who="an environment",
-                            cpus=env.ray_cpus, python=env.python, table=Seats, store_ages=seats.store)
+                            cpus=env.ray_cpus, python=env.python, table=Seats, store_state=seats.store)
     process.seats = seats
     return process
 
@@ -311,7 +311,7 @@ class EpisodePool:
         chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
 
         failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the last turn so far if the episode was late and its code ended, else 0}.
+        the last turn so far if the episode was late, else 0}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 
@@ -527,10 +527,12 @@ class EpisodePool:
             if episode.cancelled:
                 continue
             del self._ids[episode.id]
-            data = {"cause": "the worker was killed because of another episode", "detail": why, "fault": "neighbour"}
+            data = {"cause": "the worker was killed because of another episode", "detail": why, "fault": "neighbour",
+                    "reward": 0.0}
             if episode in guilty:
-                data = {"cause": why, "detail": "", "fault": fault}
-            self._events.append(Event(episode.id, "failed", data | {"reward": 0.0}))
+                reward = worker.seats.rewards[episode.seat] if fault == "late" else 0.0
+                data = {"cause": why, "detail": "", "fault": fault, "reward": reward}
+            self._events.append(Event(episode.id, "failed", data))
         self._state.notify_all()
         self._deaths += 1
         if self._deaths > IDLE_DEATHS * self.env.workers:

@@ -156,15 +156,14 @@ class ProgramRunner(EpisodeRunner):
 
     async def _serve(self, line: CallQueue, process: ProgramProcess, chat: ProgramChat, running) -> None:
         """Replies to calls until the program ends, or keeps calling although no turns or tokens are left."""
-        pending, refused = None, 0
+        pending, call, refused = None, None, 0
         try:
             while refused < PATIENCE:
                 call = asyncio.ensure_future(line.calls.get())
                 await asyncio.wait({call, process.ended}, return_when=asyncio.FIRST_COMPLETED)
                 if process.ended.done():
-                    call.cancel()
                     return
-                pending = call.result()
+                pending, call = call.result(), None
                 try:
                     answer = await self._reply(pending, chat, running)
                     if not pending.answer.done():
@@ -173,6 +172,8 @@ class ProgramRunner(EpisodeRunner):
                     pending.answer.set_exception(e)
                     refused += chat.over
         finally:
+            if call is not None and not call.cancel():  # one came at the same moment
+                pending = call.result()
             line.close(pending)
 
     async def _reply(self, pending: PendingCall, chat: ProgramChat, running) -> dict:

@@ -21,6 +21,7 @@ LONGEST_BODY, CONNECTIONS = 1 << 26, 1024  # bytes; simultaneous connections
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 TRAIN = "x-jaxrl-train"                 # `false`: a side call, sampled from the policy and not trained
 RETRY = "x-stainless-retry-count"       # sent by OpenAI's SDKs
+OVER = "the episode is over"
 
 
 class PendingCall:
@@ -39,6 +40,7 @@ class CallQueue:
         self._images = images
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self._latest: PendingCall | None = None
+        self._closed = False
 
     async def ask(self, body: dict, train: bool, retry: bool) -> tuple[ChatRequest, dict]:
         """Queues a call and returns (request, reply) once the episode has the reply. A retry by an SDK is the latest
@@ -47,9 +49,12 @@ class CallQueue:
         Args:
           body: parsed JSON. train: whether its tokens are trained. retry: whether the SDK says that it is one.
 
-        Raises RequestError for a body that openai.read_request refuses, and for a call that the episode refuses."""
+        Raises RequestError for a body that openai.read_request refuses, for a call that the episode refuses, and for
+        any but a retry once the queue is closed."""
         latest = self._latest
         if not (retry and latest is not None and latest.body == body):
+            if self._closed:
+                raise RequestError(OVER)
             answer = asyncio.get_running_loop().create_future()
             answer.add_done_callback(lambda f: f.cancelled() or f.exception())  # whether or not the caller still waits
             latest = self._latest = PendingCall(openai.read_request(body, self._images), body, train, answer)
@@ -57,15 +62,15 @@ class CallQueue:
         return latest.asked, await asyncio.shield(latest.answer)
 
     def close(self, waiting: PendingCall | None) -> None:
-        """Refuses the calls that wait with RequestError. waiting: the call that is being answered, or None.
-
-        A call that comes later waits without end: the episode's key has to be withdrawn (see `Proxy.open`)."""
+        """Refuses the calls that wait, and those that come later, with RequestError. waiting: the call that is being
+        answered, or None."""
+        self._closed = True
         left = [] if waiting is None else [waiting]
         while not self.calls.empty():
             left.append(self.calls.get_nowait())
         for pending in left:
             if not pending.answer.done():
-                pending.answer.set_exception(RequestError("the episode is over"))
+                pending.answer.set_exception(RequestError(OVER))
 
 
 class Proxy:
@@ -117,7 +122,7 @@ class Proxy:
             return _reply(200, model | {"id": path.removeprefix(f"{MODELS}/")})
         try:
             if (line := self._lines.get(request.bearer)) is None:
-                raise RequestError("the episode is over", 401)
+                raise RequestError(OVER, 401)
             train = request.headers.get(TRAIN, "").lower() not in ("false", "0", "no")
             retry = request.headers.get(RETRY, "0") not in ("", "0")
             parsed, answer = await line.ask(openai.parse_body(request.body), train, retry)

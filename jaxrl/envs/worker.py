@@ -53,37 +53,38 @@ class EpisodeCancelled(BaseException):
 
 
 class Seats:
-    """Shared memory of a worker and the pool: per seat the time (time.monotonic) since which its code runs, 0 if it
-    does not; last, the loop's heartbeat.
+    """Shared memory of a worker and the pool. since: per seat the time (time.monotonic) since which its code runs, 0 if
+    it does not; last, the loop's heartbeat. rewards: per seat the reward of the last turn so far.
 
     fd: descriptor of the shared file, Seats.BYTES long."""
 
-    BYTES = 8 * (EPISODES_PER_WORKER + 1)
+    BYTES = 8 * (2 * EPISODES_PER_WORKER + 1)
 
     def __init__(self, fd: int):
         os.lseek(fd, self.BYTES, os.SEEK_SET)  # code that writes to every open descriptor does not hit the table
-        self.since: Any = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")  # a list of floats
+        table: Any = memoryview(mmap.mmap(fd, self.BYTES)).cast("d")  # floats
+        self.since, self.rewards = table[:EPISODES_PER_WORKER + 1], table[EPISODES_PER_WORKER + 1:]
 
     def beat(self) -> None:
         """Sets the heartbeat of the worker's event loop to now."""
         self.since[EPISODES_PER_WORKER] = time.monotonic()
 
-    def ages(self) -> dict[int, float]:
-        """Returns seat -> seconds since its time, for another host with another clock; idle seats are left out. Seat
-        EPISODES_PER_WORKER is the heartbeat."""
+    def state(self) -> tuple[dict[int, float], list[float]]:
+        """Returns (seat -> seconds since its time, for another host with another clock, without idle seats; rewards).
+        Seat EPISODES_PER_WORKER is the heartbeat."""
         now = time.monotonic()
-        return {seat: now - since for seat, since in enumerate(self.since) if since}
+        return {seat: now - since for seat, since in enumerate(self.since) if since}, list(self.rewards)
 
 
 class RemoteSeats:
     """The Seats of a worker on another host, as its Ray actor last reported them."""
 
     def __init__(self):
-        self.since = [0.0] * (EPISODES_PER_WORKER + 1)
+        self.since, self.rewards = [0.0] * (EPISODES_PER_WORKER + 1), [0.0] * EPISODES_PER_WORKER
 
-    def store(self, ages: dict[int, float]) -> None:
-        """Stores reported ages, seat -> seconds since its code runs; other seats are idle."""
-        now = time.monotonic()
+    def store(self, state: tuple[dict[int, float], list[float]]) -> None:
+        """Stores a reported Seats.state: seats without an age are idle."""
+        now, (ages, self.rewards) = time.monotonic(), state
         for seat in range(EPISODES_PER_WORKER + 1):
             self.since[seat] = now - ages[seat] if seat in ages else 0.0
 
@@ -147,6 +148,7 @@ class Attempt:
         self.waiting = None   # future of the model's turn
         self.late, self.gone, self.stopping, self.cancelled = "", False, False, 0.0
         self.seconds, self.thread_starts = 0.0, []  # seconds of earlier turns; start times of its threads
+        self.show_reward(0.0)
         self._clock()
 
     # -- time spent in the environment, without the model's and that of other episodes on the loop
@@ -184,6 +186,10 @@ class Attempt:
         self.server.seats.since[self.seat] = min(self.thread_starts, default=0.0)
 
     # -- the host of a Chat
+
+    def show_reward(self, value: float) -> None:
+        """Writes the reward of the last turn so far into the shared table, for the pool if the code hangs."""
+        self.server.seats.rewards[self.seat] = value
 
     def _send_payload(self, payload: dict) -> None:
         self.check()
@@ -396,7 +402,7 @@ class Server:
         """Detaches a forked child from the protocol, the table and this process's selector."""
         global FORKED
         FORKED = True
-        self.seats.since = [0.0] * (EPISODES_PER_WORKER + 1)
+        self.seats.since, self.seats.rewards = [0.0] * (EPISODES_PER_WORKER + 1), [0.0] * EPISODES_PER_WORKER
         self._selector.close()
 
     # -- out ---------------------------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ script, a program or the environment. Writes DIR (default: migrated)/<name>.py, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 3 for a refused job, 2 for what cannot be read and for no
-    arguments. argv: the words after `jaxrl migrate`; None = those of the process."""
+    """Runs the command and returns its exit status: 0 (--help too), 3 for a refused job, 2 for wrong or no arguments,
+    for what cannot be read or written, and where the folder has an edited config. argv: the words after `jaxrl
+    migrate`; None = those of the process."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or any(a in ("-h", "--help") for a in argv):
         versions = "\n".join(f"{name:>13}  {', '.join(table_of(name).versions)}" for name in SYSTEMS)
@@ -79,8 +80,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def arguments(argv: list[str]) -> tuple[str, str, dict[str, str], list[str]]:
     """Returns (system, file, flags, overrides). flags: names without -- -> values ("" of strict). Overrides are all
-    other words after the file, and key=value before it where no such file exists. Raises Unreadable for an unknown flag
-    before the file, and where system or file is missing."""
+    other words after the file, and key=value between system and file where no such file exists. Of a flag that is
+    given twice the last counts. Raises Unreadable for an unknown flag before the file, and where system or file is
+    missing."""
     flags: dict[str, str] = {}
     places, overrides = [], []
     for arg in argv:
@@ -122,8 +124,9 @@ def _known(m: Migration, system: str) -> int:
 
 
 def refuse_another(m: Migration) -> None:
-    """Refuses a file as another system's if more than half of its keys, and at least MOST_STRANGE, are in no version of
-    the system: this is then all that lacks, and nothing is asked. A job that is refused already is left alone."""
+    """Refuses a file as another system's if more than half of its keys, and at least MOST_STRANGE, are unknown to the
+    table (m.unknown). This replaces all that lacks, other reasons to refuse too, and what was asked so far. A job that
+    no table reads (m.refused) is left alone."""
     total = len(m.singles)
     if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
         return
@@ -136,9 +139,9 @@ def refuse_another(m: Migration) -> None:
 
 
 def say(data: dict, out: Path) -> int:
-    """Prints the outcome, the counts of keys, what the user is asked, what lacks and is unknown, packages that are not
-    installed, and the commands; returns 3 for a refused job, else 0. data: of report.report. out: folder of the
-    reports."""
+    """Prints the outcome, the counts of keys, what the user is asked, what lacks, the first MOST_UNKNOWN unknown keys,
+    packages that are not installed, and the commands; returns 3 for a refused job, else 0. data: of report.report. out:
+    folder of the reports."""
     counts: dict[str, int] = {}
     for key in data["keys"]:
         counts[key["kind"]] = counts.get(key["kind"], 0) + 1

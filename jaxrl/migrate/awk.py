@@ -17,12 +17,12 @@ _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operato
 
 
 def computed(text: str) -> str | None:
-    """Returns the text that `printf "%.Nf" X` or `awk "BEGIN {...}"` prints, with all variables filled in before; None
-    for any other command.
+    """Returns the text that `printf "%.Nf" X` prints, or the first print of `awk "BEGIN {...}"`, with all variables
+    filled in before; None for any other command.
 
-    Of awk are read assignments, `if (a < b) x = ...`, `print` (6 significant digits) and `printf "%.Nf"` of sums,
-    differences, products and quotients; None for anything else, for more than 2000 characters, and where nothing is
-    printed."""
+    Of awk are read assignments, `if (a < b) x = ...`, `print` (6 significant digits, also of whole numbers, which awk
+    prints in full) and `printf "%.Nf"` of sums, differences, products and quotients. What stands behind the first print
+    is not read. None for anything else before it, for more than 2000 characters, and where nothing is printed."""
     if found := _PRINTF.fullmatch(text.strip()):
         with contextlib.suppress(ValueError):  # "-", "1.2.3"
             return f"{float(found[2]):.{found[1]}f}"

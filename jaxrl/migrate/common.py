@@ -69,8 +69,8 @@ def batch(m: Migration, prompts: int, group: int, keys: tuple[str, ...], group_k
 
 def minibatches(m: Migration, option: str, prompts: int, size: int | None, epochs: int, *keys: str) -> None:
     """Sets `option` to the optimizer steps of a pass over the batch, prompts / size. size: prompts of one optimizer
-    step; None or 0 = all. Refuses the job, by the last key, where that is no whole number. Of algorithm.num_minibatches
-    the report's facts have the optimizer steps of a step, which are `epochs` times as many."""
+    step; None or 0 = all. Where that is no whole number it sets nothing and refuses the job, by the last key. Of
+    algorithm.num_minibatches the report's facts have the optimizer steps of a step, `epochs` times as many."""
     size = size or prompts
     if size > prompts or prompts % size:
         m.lacks(keys[-1], f"{prompts} prompts are no multiple of mini-batches of {size}", refuse=True)
@@ -104,7 +104,8 @@ def frozen_dtype(m: Migration, option: str, computed: str, *keys: str, held: str
     has one. computed, held: the source's dtypes of its computation and of its weights; held "" = computed.
 
     The option is bf16 if one of the two is bf16, auto or not known, else fp32: a bf16 cast at each use gives bf16's
-    numbers. A computation in another dtype than the job's train.compute_dtype is a known difference."""
+    numbers. A computation in another dtype than the job's train.compute_dtype is a known difference; auto and unknown
+    ones are none."""
     role = option.removesuffix(".dtype")
     if not _has(m, role):
         return
@@ -472,7 +473,7 @@ def reward_stub(m: Migration, what: str, where: str, key: str) -> None:
 
 def reward_file(m: Migration, text: str, *keys: str) -> str:
     """Adds the file NAME_reward.py, whose text has a function `score`, beside the config, and sets reward.functions to
-    it by these keys. Returns the file's name."""
+    it by these keys. The text of an earlier call is replaced. Returns the file's name."""
     file = f"{m.name}_reward.py"
     m.files[file] = text
     m.set("reward.functions", (f"./{file}:score",), *keys)

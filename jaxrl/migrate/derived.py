@@ -69,7 +69,8 @@ def from_version(rules: Iterable[Key | Joint], versions: tuple[str, ...], first:
 
 def renamed(rules: Iterable[Key | Joint], prefixes: Mapping[str, str]) -> tuple[Key | Joint, ...]:
     """Returns the rules with keys below other tables, {'actor_train.': 'sft_train.'}; the longest prefix counts. The
-    functions of joint rules keep the old names: what they read, set and say of a key is that of its new name."""
+    functions of joint rules keep the old names: what they ask m for by a key, and set and say because of it, is that
+    of its new name. m.singles, and the keys of the Settings that m.all returns, have the source's names."""
 
     def name(text: str) -> str:
         for old in sorted(prefixes, key=len, reverse=True):

@@ -51,7 +51,8 @@ def mesh(
       pp: pipeline stages, which have no counterpart: their devices shard parameters (fsdp) instead, with the same batch
         and a known difference.
       ep: if it divides the devices, but not beside tp and cp, it is reduced to what does, with a known difference.
-      fsdp: size of a shard group; mesh.dp is the number of these, if there are several whole ones. 0 = all devices.
+      fsdp: size of a shard group; mesh.dp is the number of these, if there are several whole ones. 0 or less = all
+        devices.
       gpus: the policy's devices, which become m.trained_on and a fact of the report; 0 = those of the job (m.gpus)."""
     m.set("mesh.fsdp", -1, *backend)
     m.trained_on = gpus or m.gpus
@@ -109,8 +110,9 @@ def engine(
     (of a host), beside training on `gpus` GPUs. colocated: both share the GPUs in turns (rollout.placement=colocated,
     and rollout.vllm.devices of several servers that fit). Else servers get the GPUs of a host behind training's
     (rollout.placement=disaggregated, mesh.roles.policy, rollout.vllm.devices); if a host has fewer, the user is asked
-    to start servers elsewhere. gpus=0: not known, and nothing of the placement is set unless colocated. host: GPUs of a
-    node; 0 = the source does not say, and the layout is a fact or a question."""
+    to start servers elsewhere, m.elsewhere becomes True, and no placement is set. gpus=0: not known, and nothing of the
+    placement is set unless colocated. host: GPUs of a node; 0 = the source does not say, and the layout is a fact or a
+    question."""
     if backend not in ENGINES:
         m.lacks(key, f"the engine is vLLM here; {backend!r} is not known")
         return
@@ -164,7 +166,8 @@ def apart(
 ) -> None:
     """Gives training and sampling devices of their own, by number (`train`, `infer`): policy and servers (of tp
     devices) of one host get them, by rollout.placement, mesh.roles.policy, rollout.vllm.replicas and
-    rollout.vllm.devices. With more hosts nothing is set, and the user is asked to start the servers by hand.
+    rollout.vllm.devices. Of infer what is no whole server stays unused; fewer than tp make one server. With more hosts
+    no option is set, m.elsewhere becomes True, and the user is asked to start the servers by hand.
 
     keys: those that make servers; policy: that of training's devices; all_keys: those that part the two, where it is
     not that one alone."""
@@ -187,8 +190,8 @@ def apart(
 
 def shared(m: Migration, train: list[int], infer: list[int], nodes: int) -> None:
     """Leaves a known difference where the source lets training and sampling share only some of their devices (`train`
-    and `infer`, by number): it says which devices either has in jaxrl. Does nothing where the two are equal or one is
-    empty. The engine has been set by now."""
+    and `infer`, by number): it says how many of each host's GPUs either has in jaxrl. Does nothing where the two are
+    equal or one is empty. The engine has been set by now."""
     if not train or not infer or set(train) == set(infer):
         return
     host = m.gpus // max(nodes, 1)

@@ -64,7 +64,8 @@ def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *ke
 
 def longest(m: Migration, tokens: int, *keys: str) -> None:
     """Sets train.max_sequence_tokens to `tokens`, the bound of a conversation, where that is less than the bound so
-    far, or without one less than the prompt, all turns and the environment's replies between them may have."""
+    far, or without one less than the prompt, all turns and the environment's replies between them may have.
+    data.max_prompt_tokens and rollout.max_new_tokens have been set."""
     turns = m.options.get("env.max_turns", (8, ()))[0]
     seen = m.options.get("env.max_observation_tokens", (1024, ()))[0]
     turn, prompt = m.options["rollout.max_new_tokens"][0], m.options["data.max_prompt_tokens"][0]

@@ -67,7 +67,8 @@ def pixels(m: Migration, least: str, most: str) -> None:
 
 def without(m: Migration) -> None:
     """Removes the patterns of a vision tower from model.frozen and model.trainable, of a model whose name and options
-    say that it has none, and marks their keys inert."""
+    say that it has none. Marks the keys that set such an option inert, also where other patterns stay in
+    it."""
     for option in ("model.frozen", "model.trainable"):
         found, keys = m.options.get(option, ((), ()))
         kept = tuple(p for p in found if not str(p).startswith("vision/"))
@@ -84,10 +85,11 @@ def without(m: Migration) -> None:
 def settle(m: Migration) -> None:
     """Changes the options of a job with images, which its rules have set, to what jaxrl can run.
 
-    Rows with images are never cut (data.overlong_prompt=filter, data.overlong_completion=truncate), vLLM's options of
-    preprocessing are removed, and m.image_tokens gets an estimate for a plan. Of Gemma 3 the options of image sizes are
-    removed, and jobs that sample (rl, or with a rollout.engine) do so by the embedded sampler. In an environment
-    env.image_tokens is set and asked for; a teacher or reward model without a vision tower is asked for.
+    A prompt with images is not cut (data.overlong_prompt=truncate_left becomes filter) and a row not split
+    (data.overlong_completion=split becomes truncate, which drops its end). vLLM's options of preprocessing are removed,
+    and m.image_tokens gets an estimate for a plan. Of Gemma 3 the options of image sizes are removed, and jobs that
+    sample (rl, or with a rollout.engine) do so by the embedded sampler. In an environment env.image_tokens is set and
+    asked for; a teacher or reward model without a vision tower is asked for.
 
     data.image_column="" (text alone) changes nothing but that rl and distill jobs of other models than Gemma 3 sample
     by the embedded sampler."""

@@ -31,7 +31,7 @@ class Calls(NamedTuple):
     configs: class -> (command that it stands for, its arguments that are other keys there -> those, settings that it
     makes where no argument does). The key of "" stands before all other arguments, that of 0 is the first positional
     one's; None: an argument that is read elsewhere.
-    trainers: class -> (command, argument -> key); a key in capitals takes the argument's text, in lower case.
+    trainers: class -> (command, argument -> key); a key in capitals, in lower case, gets the argument's source text.
     derived: what is asked of a class of the program's own that is derived from a trainer; "" = those are not read.
     loaded: arguments of `from_pretrained`, of the model that a trainer is given -> their keys, as those of configs.
     loads: function of a data set -> keys of its positional arguments and keywords.
@@ -60,7 +60,8 @@ class Calls(NamedTuple):
 
 
 class Computed(Exception):
-    """Raised for an expression whose value cannot be read without running it. by: source text of the part at fault."""
+    """An expression whose value cannot be read without running it: raised by what reads it, and yielded in place of the
+    value. Its text is the expression's, at most 60 characters. by: source text of the part at fault, "" = not known."""
 
     by = ""
 
@@ -82,7 +83,7 @@ class Program(NamedTuple):
 
 def read_python(path: Path, calls: Calls, environment: Mapping[str, str] = {}, devices: int = 0) -> Program:
     """Returns a program's or notebook's settings; runs nothing. environment: values for its variables and constants.
-    devices: those jax sees, 0 = unknown. Raises Unreadable (no Python, no trainer, an unused variable) and OSError."""
+    devices: those jax sees, 0 = unknown. Raises OSError, Unreadable (no Python, too long, no trainer, unused name)."""
     text = path.read_text("utf-8", errors="replace")
     if path.suffix == ".ipynb":
         text = _cells(path, text)

@@ -20,7 +20,7 @@ OWN = re.compile(r"hydra(\.|$)|defaults$|_target_$|.*\._target_$")  # hydra's an
 
 
 def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Source:
-    """Returns the settings of a file and of the overrides after it, interpolated.
+    """Returns the settings of a file and of the overrides after it, interpolated, without hydra's own keys (OWN).
 
     Args:
       path: YAML or JSON, TOML, a script (its ending .sh, .bash, .slurm, .sbatch or none), or, where the table reads
@@ -29,8 +29,9 @@ def read(table: Table, path: Path, overrides: list[str], gpus: int = 0) -> Sourc
         gives a variable of the script, program or environment a value.
       gpus: devices of the job, for programs that count them; 0 = not known.
 
-    Raises Unreadable for no such file, another ending, no key of the system, a word that is no override, and what the
-    readers cannot read."""
+    Raises Unreadable for no such file, another ending, a file without keys (a script: without a command that has keys
+    of the system), a word that is no override, and what the readers cannot read; OSError for a program that cannot be
+    opened."""
     notes: list[str] = []
     environment = {m[1]: m[2] for o in overrides if (m := _NAME.fullmatch(o))}
     settings: dict[str, Setting] = {}

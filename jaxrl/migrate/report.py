@@ -114,8 +114,8 @@ HELPERS = {  # functions of a config file, where it needs them
 
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
     """Returns (a value as Python text, the names of the HELPERS that it calls). files: those that are written into the
-    config's folder, now or by a file there; `./FILE` of these, and variables such as $HOME, are filled in when the
-    config is loaded."""
+    config's folder, now or by a file there; `./FILE` of these, ~/ at the start and variables such as $HOME are filled
+    in when the config is loaded, but none in a Literal. inf is the bare name, which a config file does not have."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):
@@ -140,8 +140,8 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
 
 def because(m: Migration, keys: tuple[str, ...]) -> str:
     """Returns the reason of an option as text, at most 160 characters: the first three of `keys` that the source sets,
-    with their values, secrets hidden; where it sets none, that their values are the source's defaults. Without keys,
-    what says the job, or the default."""
+    with their values, secrets hidden. Where it sets none: that their values are the source's defaults, that their table
+    is replaced whole, or --gpus. Without keys, what says the job, or the default."""
     parts = []
     for key in keys:
         if m.given(key):
@@ -258,8 +258,8 @@ HEADINGS = {
 
 
 def summary(data: dict) -> str:
-    """Returns the outcome of a migration in one line: whether a config is written, and how many keys are left to the
-    user, are not carried over, are unknown or differ.
+    """Returns the outcome of a migration in one line: whether a config is written and, if so, the numbers of questions
+    to the user, of what is not carried over, of unknown keys and of known differences.
 
     data: of `report`."""
     if data["outcome"] == "refused":
@@ -333,8 +333,9 @@ def _cell(value) -> str:
 
 
 def name_of(file: str) -> str:
-    """Returns a file's stem as a Python name in lower case, with `_` for other characters. `job_` stands before a
-    name that is empty, begins with a digit or is a module's: `python -m` finds what lies in the folder first."""
+    """Returns a file's stem in lower case, with one `_` for each run of characters other than ASCII letters, digits and
+    `_`, and none at the ends. `job_` stands before a name that begins with a digit or is a module's, as `python -m`
+    finds what lies in the folder first; an empty one is `job`."""
     stem = re.sub(r"\W+", "_", Path(file).stem, flags=re.ASCII).strip("_").lower()
     free = stem and not stem[0].isdigit() and stem not in sys.stdlib_module_names and stem not in MODULES
     return stem if free else f"job_{stem}".rstrip("_")
@@ -342,8 +343,9 @@ def name_of(file: str) -> str:
 
 def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
     """Writes the config, its stubs, report.md and report.json into a folder, which is made, and returns the report. A
-    refused job has the reports alone. A stub that is there stays as it is. Raises Unreadable, before it writes, for a
-    config there that was edited since. strict: refuse in place of partial."""
+    refused job has the reports alone; an earlier config stays. A stub, or another file of m.files, that is there stays
+    as it is, also where this migration has another text for it. Raises Unreadable, before it writes, for a config there
+    that was edited since; OSError for a folder that cannot be written. strict: refuse in place of partial."""
     name, outcome = name_of(file), m.outcome(strict)
     data = report(m, name, Path(file).name, outcome, out)
     title = f"{shown(Path(file).name)} of {m.table.title} {m.version}".replace("\\", "/").replace('"', "'")

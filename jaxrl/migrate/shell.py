@@ -156,7 +156,11 @@ class Script:
     """Walks through a script and collects the commands that it would start.
 
     environment: variables given by the user, which win over the script's defaults (`${X:-8}`) as the shell's would; X=8
-    in the script wins over them. notes: this list gets what is not followed, each text once."""
+    in the script wins over them. notes: this list gets what is not followed, each text once.
+
+    Attributes:
+      commands: list of Command, in order; `run` fills it.
+      variables: name -> text, of an array the list of its texts, as they are now."""
 
     def __init__(self, environment: dict[str, str], notes: list[str]):
         self.variables: dict[str, str | list[str]] = dict(environment)
@@ -214,7 +218,8 @@ class _Walk:
         return all(self.active)
 
     def simple(self, words: list[Word], after: str):
-        """Runs one command, or a keyword with what follows it. after: && or || before it."""
+        """Runs one command, or a keyword with what follows it. after: && or || before it, else "". Returns whether a
+        test holds (not decided: False), behind && or || of a command that is passed over the last result; else None."""
         while words and words[0].text in ("then", "do", "else", "{", "!", "time"):
             if words[0].text == "else":
                 self.branch(None)
@@ -479,7 +484,7 @@ class _Walk:
         return out
 
     def dollar(self, text: str, i: int, line: int, depth: int) -> tuple[int, list[str]]:
-        """Returns what $NAME, ${...}, $((...)), $(...) at i stands for, and where it ends."""
+        """Returns (where $NAME, ${...}, $((...)), $(...) or `...` at i ends, the words that it stands for)."""
         if text.startswith("$((", i):
             end = _closing(text, i + 1, "(", ")", line, self.name)
             body = text[i + 3 : end - 2]
@@ -568,7 +573,8 @@ class _Walk:
         return [self.cut(text, rest, line, depth)]
 
     def cut(self, text: str, rest: str, line: int, depth: int) -> str:
-        """Expands ${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b}."""
+        """Returns ${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b} of a value `text`; a and b are taken as they stand.
+        For another `rest` (`,,`, `:0:4`) returns `${rest}` without the value."""
         if found := re.match(r"(%%|%|##|#)(.*)", rest, re.S):
             pattern = " ".join(self.expand(found[2], line, False, depth + 1))
             front = found[1][0] == "#"

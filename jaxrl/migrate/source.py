@@ -66,8 +66,9 @@ _WORDS = {
 
 
 def scalar(text: str) -> Any:
-    """Returns the value of an unquoted word: null (null, ~, None; "none" is text), a bool (true, false), inf, a number
-    (1e-6 and 1_000 too), else the text. The case of words does not count."""
+    """Returns the value of an unquoted word: null (null, ~, None), a bool (true, false), inf (.inf too), a number (1e-6
+    and 1_000 too), else the text, as of "", -inf and nan. The case of words does not count, but "none" in small letters
+    is text. Raises ValueError for a whole number of more than 4300 digits."""
     if text.lower() in _WORDS and text != "none":
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):
@@ -189,7 +190,8 @@ def interpolate(
     referred: set[str] | None = None,
 ) -> dict[str, Setting]:
     """Returns settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own
-    resolvers replaced, and texts with the escaped `\\${...}` as Literal. ${now:...} becomes "now".
+    resolvers replaced, and texts with the escaped `\\${...}` as Literal. ${now:...} becomes "now". In a table that
+    stands in a list nothing is replaced.
 
     A variable that `environment` does not have, and that has no default, stays as $NAME. A key that is not set stays as
     the text ${a.b}, so that the rule that reads it decides (the source may have a default for it); ${oc.select:a.b} is

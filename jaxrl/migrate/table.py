@@ -47,8 +47,8 @@ class Key:
     ones. also: its names in other versions. kind: one of KINDS but unknown. to: the jaxrl option that a row outside of
     a Joint sets, "" = none. by: value -> value of that option, None = the same. default: the source's, a Since where it
     changed; MISSING: the source does not run without it. why: for the report. fine: of unsupported and ask keys, values
-    that ask for nothing, as null and an unsupported key's default do. refuse: whether another value of an unsupported
-    key refuses the job. other, beside: another legal value and settings under which it matters, for tests."""
+    that ask for nothing, as null, empty text, an ask key's [] and {}, an unsupported key's default do. refuse: whether
+    an unsupported key's other values refuse the job. other, beside: for tests, another legal value, its settings."""
 
     name: str
     kind: str = "exact"
@@ -82,7 +82,7 @@ class Table:
     starts a job. rules: in the order in which they run. jobs: those of another kind. prefixes: tried before a key that
     has no row, as in excerpts of the documentation. differs: known differences whatever the keys say. required:
     settings without which the source does not run, each with a legal value, to look at one key by itself
-    (counterparts.py)."""
+    (counterparts.py). resolvers: name -> function behind ${name:a,b}."""
 
     name: str
     title: str
@@ -124,10 +124,11 @@ class Record(NamedTuple):
 
 
 class Migration:
-    """The application of a table to a source; of a job of another kind, that job's table. Rules read keys (`m["a.b"]`,
-    m.given("a.b"), m.all, m.integer, m.number, m.flag, m.text, m.choice, m.list) and say what follows: m.set(option,
-    value, *keys), m.mark(key, kind, why), m.lacks(key, why, refuse), m.needs(text), m.differs(text). gpus: 0 = unknown.
-    Raises Unreadable for a version before that table's, and for two names of a key with two values."""
+    """The application of a table to a source; of a job of another kind, that job's table. Rules read keys (m["a.b"],
+    given, all, integer, number, flag, text, choice, list), say what follows (set, mark, lacks, needs, differs), and may
+    change options ({option: (value, keys)}), facts (of the report), files (name -> text, beside the config), made,
+    replaced, image_tokens, trained_on, elsewhere (see below). gpus: 0 = unknown. Raises Unreadable for a version before
+    that table's, and for two names of a key with two values."""
 
     def __init__(self, table: Table, source: Source, version: str, gpus: int = 0, name: str = "job"):
         self.told, self.job = job_of(table.jobs, source) or ("", None)  # another job than the table's: what says so
@@ -232,7 +233,7 @@ class Migration:
         return key in referred or any(key.startswith(name + ".") for name in referred)
 
     def given(self, name: str) -> bool:
-        """Whether the source sets the key."""
+        """Whether the source sets the key, be it to null. name: of a row (a pattern too), or as the source has it."""
         return name in self.owned or name in self.singles
 
     def default(self, name: str):
@@ -240,7 +241,7 @@ class Migration:
         return value.at(self.table.versions, self.version) if isinstance(value, Since) else value
 
     def __getitem__(self, name: str):
-        """Returns the source's value, or its default."""
+        """Returns the source's value (null too), or its default, None without a row. Raises Unreadable for MISSING."""
         if found := self.all(name):
             return found[-1].value
         value = self.default(name)
@@ -275,8 +276,8 @@ class Migration:
         return f"; the script sets {unset[1]} where it was not followed: give what decides there, {decides}"
 
     def integer(self, name: str) -> int | Any:
-        """Returns a key as a whole number (2.0 is 2). None for null, at which a rule that needs one fails and `run`
-        raises Unreadable; raises Unreadable for anything else."""
+        """Returns a key as a whole number, of 2.0 and "2" too. None for null, at which a rule that needs one fails and
+        `run` raises Unreadable; raises Unreadable for anything else."""
         value = self.number(name)
         if value is not None and value != int(value):
             raise self.wrong(name, "a whole number")
@@ -341,7 +342,7 @@ class Migration:
         self.options[option] = (value, tuple(dict.fromkeys((*self.options.get(option, (0, ()))[1], *keys))))
 
     def set_again(self, option: str, value) -> None:
-        """Replaces the value of an option that a rule has set; it keeps the source's keys."""
+        """Replaces the value of an option that a rule has set; it keeps its keys (none if it was unset)."""
         self.options[option] = (value, self.options.get(option, (None, ()))[1])
 
     def mark(self, key: str, kind: str, why: str) -> None:
@@ -364,7 +365,7 @@ class Migration:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Migration:
-        """Runs the rules in order, checks the options and returns self. Raises Unreadable where either fails."""
+        """Runs the rules (none if m.refused), checks the options, returns self. Raises Unreadable if either fails."""
         if self.job:
             self.facts["job"] = self.job.what
         if self.refused and self.job:
@@ -433,7 +434,7 @@ class Migration:
                 raise Unreadable(self.where(name), name, f"{given}{e}{unset}") from None
 
     def ask_data(self) -> Migration:
-        """Asks the user to name the rows (data.path) if no rule has set or asked for them. Returns self."""
+        """Asks to name the rows (data.path) if no rule has set or asked for them; not if m.refused. Returns self."""
         named = any(o == "data.path" or o.startswith("data.sources.") for o in self.options)
         if not named and not self.refused and not any("data.path" in text for text in self.needs_you):
             self.needs("data.path: the file names no data set: name your rows")
@@ -471,7 +472,7 @@ class Migration:
         }
 
     def records(self) -> list[Record]:
-        """Returns one record per key of the source, sorted by key."""
+        """Returns a record per key of the source, computed ones too, by key; if m.refused all are unsupported."""
         if self.refused:
             note = {key: why for key, why, _ in self.lacking}
             rows = sorted(self.singles.values(), key=lambda s: s.key)
@@ -566,7 +567,7 @@ FREE = cache(free_tables)
 def fitting(option: str, value):
     """Returns a value as the option's kind has it: 1e3 as 1000, 1 as 1.0, "true" as a bool, a number as text, one entry
     as a tuple. None and values of free tables stay. Raises ConfigError for an unknown option, another kind, choice or
-    bound, and ValueError for an entry that is no number."""
+    bound, ValueError for an entry that is no number, OverflowError for an infinite one where a whole one is due."""
     opt = OPTIONS().get(option)
     if opt is None and not any(option.startswith(t + ".") for t in FREE()):
         raise ConfigError(f"there is no option {option}")

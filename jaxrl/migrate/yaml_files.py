@@ -59,7 +59,8 @@ class YamlReader:
 
     def include(self, path: Path, entry, package: str, where: str, depth: int) -> list[Setting]:
         """Returns the settings of one entry of a defaults list: name, group: name, group@package: name; override and
-        optional before it. A file that is not at hand is noted and gives [], as hydra's own groups and null do."""
+        optional before it. A file that is not at hand is noted and gives []; hydra's own groups, null and
+        what is no single name (a list) give [] without a note. @_global_ is read as @_here_: below `package`."""
         if isinstance(entry, dict) and len(entry) == 1:
             group, name = next(iter(entry.items()))
         else:
@@ -91,8 +92,10 @@ class YamlReader:
         return self.file(file, inner, depth + 1)
 
     def text(self, text: str, name: str) -> list[Setting]:
-        """Returns the settings of a YAML text, one per leaf. name: the file's, for places. Raises Unreadable for what
-        is no YAML, no table, has other tags than YAML's own, or a key twice in a table with two values."""
+        """Returns the settings of a YAML text, one per leaf, in its order; [] for an empty text. Those of a `<<` stand
+        at its place, so that they win over keys before it. name: the file's, for places. Raises Unreadable for what is
+        no YAML, no table, has other tags than YAML's own, or a key twice in a table, unless with one and the same
+        scalar; TypeError for a `<<` of a list."""
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.YAMLError as e:

@@ -49,7 +49,8 @@ def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
     """Returns JSON and arrays as bytes: the length of a JSON head (8 bytes, little-endian), the head, then the arrays
     in order.
 
-    meta: JSON-able. arrays: by name, of any shape and of a dtype without Python objects.
+    meta: JSON-able. arrays: by name, of any shape ([] comes back as [1]), of a plain dtype of numpy: structured dtypes
+    and those of other packages, such as bfloat16, come back as raw bytes ("V2").
     """
     arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
     head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
@@ -240,7 +241,8 @@ def facts(config: dict) -> dict[str, str]:
 def check_equal(peers: Peers, found: dict[str, str]) -> None:
     """Compares facts over all processes. Collective. found: of `facts`.
 
-    Raises ConfigError, on every process, naming each fact that differs (at most 20), the host and both values.
+    Raises ConfigError, on every process, with at most 20 lines: a fact in which a process differs from process 0, with
+    both hosts and values. Raises PeerLost as `all_gather` does.
     """
     if peers.count == 1:
         return

@@ -132,10 +132,11 @@ class Faults:
             self._pending.setdefault((fault.component, fault.step, fault.phase), []).append(fault)
 
     def fire(self, component: str, step: int, phase: str = "") -> None:
-        """Runs the faults planned for a point, each once.
+        """Runs the faults planned for a point, each once; one that raises drops those behind it.
 
         component, phase: the point; phase "" = the first one that POINTS lists. An action may end the process, or raise
-        FaultError or OSError. Raises KeyError for a point missing from `POINTS` (a mistake in jaxrl itself).
+        FaultError or OSError. Raises KeyError for a component, or a phase of one with phases, that POINTS lacks (a
+        mistake in jaxrl itself).
         """
         phases = POINTS[component]
         phase = phase or (phases[0] if phases else "")
@@ -183,6 +184,10 @@ class GracefulStop:
 
     Outside the main thread Python forbids handlers; then only `request()` sets the flag. The previous handlers are
     restored at exit.
+
+    Attributes:
+      reason: name of the first signal, or text of the first `request`; "" = no stop is requested.
+      starting: as above; `started` ends it. newest: () -> text about the newest checkpoint; may be replaced.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -248,7 +253,8 @@ class GracefulStop:
             raise InterruptedAtStart(signal.Signals[self.reason])
 
     def request(self, reason: str) -> None:
-        """Sets the flag, as a signal would. The first reason is kept."""
+        """Sets the flag and raises nothing; the first reason is kept. Only after `started`, which takes the reason for
+        the name of a signal."""
         self.reason = self.reason or reason
 
     @property

@@ -69,8 +69,8 @@ def listen_address(host: str) -> str:
     """Returns the address on which process 0 is reached by the coordinator's name, so that its ports, which need no
     key, are open in that network only.
 
-    Empty = all addresses, if the name leads elsewhere: to something in front of this host or, as in some /etc/hosts,
-    from this host to loopback.
+    Empty = all addresses, if the name has no address or leads elsewhere: to something in front of this host or, as in
+    some /etc/hosts, from this host to loopback.
     """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -228,8 +228,8 @@ def _greet(place: Place, seconds: float) -> JoinWatch:
 class JoinWatch:
     """Watches the connections of the greeted processes while jax joins them.
 
-    A connection that ends before its process reports that jax is up ends this process, with the other's name on
-    standard error, since the main thread waits inside jax.
+    A connection that ends before its process reports that jax is up ends this process with status 1 and the other's
+    name on standard error, since the main thread waits inside jax.
 
     Args:
       connections: process -> its connection; process 0 has all, the others that of process 0.

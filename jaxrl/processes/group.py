@@ -37,11 +37,13 @@ GRACE_SECONDS = 10.0  # from the loss of a process to the end of those that cann
 def find_place(options, environ=os.environ) -> Place | None:
     """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
 
-    With launch.hosts=tpu there is a Place even if the environment names one host or none: jax may find others, by the
-    machine's metadata or in further slices.
+    options: config.launch; its `hosts` chooses the source. With auto, launch.coordinator, launch.processes above 1 or
+    $JAXRL_COORDINATOR make it explicit (kubernetes, if $JOB_COMPLETION_INDEX is there); launch.process or
+    $JAXRL_PROCESSES alone are not looked at. With tpu there is a Place even if the environment names one host or none:
+    jax may find others, by the machine's metadata or in further slices.
 
-    options: config.launch; its `hosts` chooses the source. Raises ConfigError if only some of the values are set, for a
-    variable that is no number, a coordinator that is not host:port, and a rank beyond the number of processes.
+    Raises ConfigError if the source lacks a value, for a variable that is no number, and, except for tpu, for a
+    coordinator that is not host:port and a rank beyond the number of processes.
     """
     choice = options.hosts
     if choice == "auto":
@@ -105,9 +107,8 @@ def _slurm(options, environ) -> Place:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login'].
-
-    Raises ValueError for a range whose ends are no numbers."""
+    """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']. A name
+    may have one pair of brackets. Raises ValueError for a range whose ends are no numbers."""
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
@@ -164,6 +165,7 @@ class Peers:
 
     def all_gather(self, what: str, value=None) -> list:
         """Returns every process's `value` (JSON-able), by process. Collective; uses the coordinator's key-value store.
+        With several processes values are as JSON reads them: tuples as lists, keys as text.
 
         Args:
           what: tag of the call, such as "step 3, weights 2: the completions", the same on every process. Processes
@@ -190,7 +192,7 @@ class Peers:
         return [value for _, value in calls]
 
     def decide(self, what: str, choose, *arguments):
-        """Returns on every process what choose(*arguments) returns on process 0 (JSON-able). Collective.
+        """Returns on every process what choose(*arguments) returns on process 0, as `all_gather` does. Collective.
 
         Only process 0 calls `choose`. what: tag of the call. Raises PeerLost and ConfigError as `all_gather` does.
         """
@@ -250,7 +252,8 @@ class Peers:
         """Returns the reason why a collective failed with `error`, or `error` itself if no process is known to be lost.
 
         A collective fails at once when a process is gone; the watch learns later which one. So this waits: up to the
-        watch's patience and 3 heartbeats if the text speaks of connections, else 2 heartbeats.
+        watch's patience and 3 heartbeats if the text speaks of connections, else 2 heartbeats. RunStopped and
+        ConfigError do not wait; errors that no collective raises, such as TypeError, are returned as they are.
         """
         if self.count == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError | OSError | RuntimeError):
             return error
@@ -323,7 +326,8 @@ class Watch(threading.Thread):
         return [i for i, (_, since) in self._beats.items() if now - since > self.patience]
 
     def run(self) -> None:
-        """Writes this process's heartbeat and reads those of others until `stop`; the body of the watch's thread."""
+        """Writes this process's heartbeat, reads those of others in process 0, and reads posts of failures and stops,
+        until `stop` or, GRACE_SECONDS after a failure, the end of the process; the body of the watch's thread."""
         peers, client, number, end = self.peers, self.peers._client, 0, float("inf")
         self._beats = {i: ("", time.monotonic()) for i in range(peers.count) if i}
         while not self._stop_asked.wait(self.beat):
@@ -373,11 +377,12 @@ def peers() -> Peers:
 
 def start(config) -> None:
     """Joins the processes of a run before the first use of devices; does nothing in a single-process run
-    or if joined already.
+    or if joined already. If the caller has initialised jax.distributed, takes its processes.
 
     Raises:
       PeerLost: names who is missing after launch.connect_seconds.
-      ConfigError: this process's place cannot be determined (`find_place`).
+      ConfigError, ValueError: this process's place cannot be determined (`find_place`).
+      OSError: process 0 cannot listen at the coordinator's port.
     """
     global _peers
     options = config.launch

@@ -10,6 +10,7 @@ import io
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 MAX_REPLY_BYTES = 1 << 26  # bytes of a reply
 
@@ -46,21 +47,24 @@ class _TimedResponse(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), sock, deadline))
 
 
-def _connection(kind, host: str, timeout: float, **kwargs):
-    """Returns a connection of this kind whose replies have to be complete `timeout` seconds from now."""
-    made = kind(host, timeout=timeout, **kwargs)
-    made.response_class = functools.partial(_TimedResponse, deadline=time.monotonic() + timeout)
-    return made
+def _timed(kind) -> Any:
+    """Returns a maker of connections of this kind whose replies have to be complete `timeout` seconds later."""
+    def connection(host: str, timeout: float, **kwargs):
+        made = kind(host, timeout=timeout, **kwargs)
+        made.response_class = functools.partial(_TimedResponse, deadline=time.monotonic() + timeout)
+        return made
+
+    return connection
 
 
 class _Http(urllib.request.HTTPHandler):
     def http_open(self, request):
-        return self.do_open(functools.partial(_connection, http.client.HTTPConnection), request)
+        return self.do_open(_timed(http.client.HTTPConnection), request)
 
 
 class _Https(urllib.request.HTTPSHandler):
     def https_open(self, request):
-        return self.do_open(functools.partial(_connection, http.client.HTTPSConnection), request)
+        return self.do_open(_timed(http.client.HTTPSConnection), request)
 
 
 def fetch(request: urllib.request.Request | str, seconds: float, longest: int = MAX_REPLY_BYTES) -> bytes:

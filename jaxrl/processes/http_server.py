@@ -65,7 +65,8 @@ class Request(NamedTuple):
         return key.strip() if kind.lower() == "bearer" else ""
 
     def has_key(self, key: str) -> bool:
-        """Returns whether the request carries this key, compared in constant time."""
+        """Returns whether the request carries this key, compared in constant time. A request without a key carries
+        ""."""
         return hmac.compare_digest(self.bearer.encode(), key.encode())
 
 
@@ -93,7 +94,8 @@ class Server:
 
     Args:
       host, port: where it listens; "" = all addresses, port 0 = a free one (see `self.port`).
-      admit: called with a request without its body. Returns None, or the reply that refuses it.
+      admit: called, in the server's loop, with a request without its body; must not block. Returns None, or the reply
+        that refuses it.
       answer: called with the whole admitted request, returns the reply: a coroutine function, or a function that runs
         in a thread. If it raises, the reply has status 500 and the error's text.
       longest_body: largest body in bytes; a larger one is refused with status 413.
@@ -125,7 +127,7 @@ class Server:
     _loop: asyncio.AbstractEventLoop  # once it serves
 
     def run(self) -> None:
-        """Handles requests until `close`, or Ctrl-C."""
+        """Handles requests until `close`; Ctrl-C in the main thread ends it with KeyboardInterrupt."""
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self.serve())
 
@@ -136,7 +138,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Closes all connections. Any thread may call it, also twice."""
+        """Closes all connections, and waits for the thread of `start`. Any other thread may call it, also twice."""
         with self._lock:
             self._closed = True
             if self._serving is None:

@@ -35,7 +35,8 @@ class Anomaly(NamedTuple):
     """A metric of one step far from its usual values.
 
     Attributes:
-      called: what the metric is, in words. usual: median of the steps before, NaN where none was usual.
+      called: what the metric is, in words; of `hacked` what happened. usual: median of the steps before, NaN where none
+        was usual; of `hacked` the best accuracy.
       deviations: absolute number of robust deviations from it; inf where none can be given, as for NaN.
     """
 

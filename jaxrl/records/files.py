@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
 
 def encoded(record: Record) -> bytes:
-    """Returns the content of a record's file. Equal records give equal bytes."""
+    """Returns the content of a record's file. Equal records with entries in the same order give equal bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         def add(name, content):
@@ -64,7 +64,9 @@ def checksum(content: bytes) -> str:
 
 
 def write(folder, record: Record) -> int:
-    """Writes a record atomically, replacing another one of its step; returns its size in bytes."""
+    """Writes a record atomically, then deletes others of its step; returns its size in bytes. Makes the folder.
+
+    A kill in between leaves two records of the step, which `steps` refuses until it is written again."""
     folder, content = Path(folder), encoded(record)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{record.step:08d}.{checksum(content)}.npz"
@@ -135,8 +137,8 @@ def steps(folder) -> dict[int, Path]:
 
 
 def read(path) -> Record:
-    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array, and for
-    a name or format that is not a record's; OSError if the file cannot be read."""
+    """Reads and verifies a record. Raises ConfigError naming the damaged file and, if known, the damaged array, for a
+    name or format that is not a record's, and for the header of another step; OSError if the file cannot be read."""
     path = Path(path)
     named = _NAME.fullmatch(path.name)
     if named is None:

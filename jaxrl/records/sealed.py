@@ -14,7 +14,7 @@ def sealed(value, indent: int | None = None) -> str:
 
 
 def opened(text: str):
-    """Returns the value of a text of `sealed`. Raises ValueError if its digest does not match."""
+    """Returns the value of a text of `sealed`. Raises ValueError for other text, and if its digest does not match."""
     held = json.loads(text)
     if not isinstance(held, dict) or held.get("sha256") != _digest(held.get("content")):
         raise ValueError("its content does not match its digest")

@@ -36,7 +36,8 @@ class Look(NamedTuple):
     sample: Any
 
     def on_host(self) -> Look:
-        """Returns the fingerprint with hashes and sample as host arrays, whole on every process."""
+        """Returns the fingerprint with hashes and sample as host arrays, whole on every process. Not for one
+        that is on the host already."""
         whole = lambda parts: np.concatenate([np.asarray(x) for x in parts])  # noqa: E731
         return Look(self.names, whole(self.hashes), whole(self.sample))
 
@@ -44,7 +45,7 @@ class Look(NamedTuple):
 def look_at(states: dict, frozen: bool = False) -> Look:
     """Computes the fingerprint of TrainStates; dispatches programs and waits for none.
 
-    Arrays without elements are left out.
+    Arrays without elements are left out; names are <name of the state>/<path>. All processes of the mesh call it.
 
     states: name -> TrainState. frozen: also fingerprint frozen parameters, which some updates change."""
     names, hashes, sample = [], [], []

@@ -39,7 +39,7 @@ EARLIER = 10     # earlier records whose scores define the usual range
 
 
 def run(config, inputs=None) -> dict:
-    """Explains steps. Writes <run.dir>/explain/step_<step>.json; returns the entries of summary.json.
+    """Explains steps. Process 0 writes <run.dir>/explain/step_<step>.json. Returns the entries of summary.json.
 
     They are {"explained": [Explained.summary() of each step], "anomalies": [...]}. inputs: what the run was started
     with from Python (PythonInputs), or None.
@@ -370,7 +370,7 @@ class Explained:
 
 
 def shortened(text: str) -> str:
-    """Returns the repr of a text, cut to 60 characters."""
+    """Returns the repr of a text that is cut to 60 characters."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 

@@ -29,8 +29,8 @@ def start_fork(config, inputs):
 
     If no checkpoint holds that state, recorded steps are computed again and a checkpoint is saved. A fork that has its
     own checkpoints resumes from them; one at step 1 starts anew, with run.resume as it is. Raises ConfigError if the
-    record does not reach that step, or if options differ that would change the past; RunStopped if a step computed
-    again is not the recorded one. Collective.
+    record does not reach that step, if options differ that would change the past, and for run.resume=never beside own
+    checkpoints; RunStopped if a step computed again is not the recorded one. Collective.
     """
     if not (Path(config.fork.run) / "config.json").is_file():
         raise ConfigError(f"fork.run={config.fork.run!r}: holds no config.json; expected the directory of a recorded "

@@ -61,6 +61,7 @@ class Replay:
 
     Attributes:
       begin: [P] float32 sample of the parameters at the start (states.Look.sample). start: its step.
+      job: run.setup.Job. roles: rl.roles.Roles in that state. likelihood: program of what_if, which sets it.
     """
 
     likelihood = None  # cached by what_if
@@ -158,7 +159,8 @@ class Plan:
       option: group of the options that name run and steps, for messages.
 
     Attributes:
-      paths: recorded step -> file. checkpoints: folder of the run's checkpoints.
+      paths: recorded step -> file. checkpoints: folder of the run's checkpoints. folder: of the run.
+      wanted: steps to compute, ascending; may be replaced before `chains`.
 
     Raises:
       ConfigError: nothing is recorded, or a requested step is not.

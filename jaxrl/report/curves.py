@@ -57,8 +57,8 @@ def unit(name: str) -> str:
 
 
 def groups(runs: list[Run]) -> list[list[int]]:
-    """Returns lists of indices of runs that differ only in run.seed and run.resume (and in paths and logging,
-    which change no result). A run without a config is a group of its own."""
+    """Returns lists of indices of runs whose configs differ only in run.seed, run.resume and IGNORED_OPTIONS, which
+    change no result. Versions are not compared. A run without a config is a group of its own."""
     out: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         own = str(run.config.get("run.dir") or "\0")
@@ -73,8 +73,9 @@ def groups(runs: list[Run]) -> list[list[int]]:
 def charts(runs: list[Run], grouped: list[list[int]]) -> dict[str, dict]:
     """Returns metric -> {doc, unit, lines: [{g: group, x: steps, y: values, ...}]}, thinned out (thin.kept_points).
 
-    A line of one run has its values; of several runs the mean as y, and lo, hi, of: the smallest, the largest and the
-    number of runs, at the steps that all of them have. Long ones have tx, ty, per: means of STRETCHES parts.
+    A line of one run has its values; of several runs that have the metric the mean as y, and lo, hi, of: the smallest,
+    the largest and the number of runs, at the steps that all of them have (no line without any). Long ones have tx, ty,
+    per: means of STRETCHES parts.
 
     grouped: indices of the runs of each group (`groups`)."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.series) if name not in IGNORED_METRICS]

@@ -16,8 +16,8 @@ TRIED = ("step", "angle", "kl", "outside_clip", "predicted", "realised", "others
 
 def explained_steps(run: Run) -> list[dict]:
     """Returns [{step, why, replay: verdict, anomalies: texts, facts, groups: [[group, share]], answers}] of the newest
-    steps of <run>/explain, at most STEPS; `answers` are completions, with a `reason` if they stand out. Unreadable
-    files are skipped.
+    steps of <run>/explain, at most STEPS; `answers` are at most COMPLETIONS completions, with a `reason` if they stand
+    out, `groups` the GROUPS of largest |share|. Unreadable files are skipped.
     """
     found = [read_json(path) for path in sorted((run.folder / "explain").glob("step_*.json"))[-STEPS:]]
     return [_step(told) for told in found if isinstance(told.get("step"), int) and "groups" in told]

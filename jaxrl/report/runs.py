@@ -22,7 +22,8 @@ class Run:
       series: metric -> (steps, values), float64 [n] each, in the order of steps; names as in telemetry/names.py, so
         that seconds of phases are time/<phase>.
       broken: number of unreadable lines of metrics.jsonl.
-      name: of the folder. versions: package -> version. summary: content of summary.json, {} without one.
+      name: of the folder, in a report its label (`labels`). versions: package -> version.
+      summary: content of summary.json, {} without one.
     """
 
     folder: Path
@@ -50,7 +51,7 @@ class Run:
 
 
 def read_run(folder) -> Run:
-    """Reads a run directory. Raises ConfigError if it has neither config.json nor metrics.jsonl."""
+    """Reads a run directory. Raises ConfigError if it has neither a readable config.json nor metrics.jsonl."""
     folder = Path(folder)
     lines = folder / "metrics.jsonl"
     held, summary = read_json(folder / "config.json"), read_json(folder / "summary.json")

@@ -31,8 +31,8 @@ def samples(runs: list[Run], steps: list[int] | None = None) -> list[dict]:
     text is cut in its middle to MAX_TEXT_CHARS. Parts without rows are left out.
 
     Args:
-      runs: whose first and last evaluations are shown, too. steps: requested training steps; None for at most STEPS
-        evenly spaced ones.
+      runs: whose first and last evaluations are shown, too. steps: requested training steps, of which those without a
+        file are left out; None for at most STEPS evenly spaced ones.
     """
     chosen = [(i, *place) for i, run in enumerate(runs) for place in _places(run, steps)]
     speak, out = [TokenTexts(run) for run in runs], []
@@ -154,8 +154,8 @@ def _cut(text) -> str:
 
 
 class TokenTexts:
-    """Texts of a run's tokens, by the tokenizer in its export, in its model's folder or in the download cache;
-    without one, completions are shown as plain text.
+    """Texts of a run's tokens, by its tokenizer (`tokenizer_file`); without one that can be read, completions are shown
+    as plain text.
     """
 
     def __init__(self, run: Run):
@@ -235,8 +235,9 @@ class TokenTexts:
 
 
 def tokenizer_file(run: Run) -> Path | None:
-    """Returns the newest tokenizer file in the run's folder, else that of model.tokenizer or model.path: of a folder,
-    of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is downloaded.
+    """Returns a tokenizer file of the run's exports, of export* the last by name, else that of model.tokenizer or
+    model.path: of a folder, of jaxrl's own, or of the hub's download cache; None if there is none. Nothing is
+    downloaded.
     """
     own = [*sorted(run.folder.glob("export*/tokenizer.json"), reverse=True),
            *run.folder.glob("*/export/tokenizer.json")]

@@ -35,7 +35,8 @@ def kept_points(columns: list[np.ndarray], points: int) -> np.ndarray:
 
 
 def short(x: float) -> float | int | None:
-    """Returns a number with five significant digits for the page, an int if it is whole; None if it is not finite."""
+    """Returns a number with five significant digits for the page, an int if it is whole and below 1e15; None if it is
+    not finite."""
     if not np.isfinite(x):
         return None
     x = float(f"{x:.5g}")

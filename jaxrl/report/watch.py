@@ -14,7 +14,7 @@ READ = ("metrics.jsonl", "summary.json", "config.json", "rollouts", "eval", "ima
 
 
 class WatchedRuns:
-    """The content of runs, rebuilt when one of their files has changed.
+    """The content of runs, rebuilt when one of READ has changed in their folders (of a folder: what it holds).
 
     folders: run directories. steps: training steps whose completions are shown, None for evenly spaced ones. seconds:
     between the page's refreshes."""

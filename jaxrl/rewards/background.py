@@ -29,13 +29,16 @@ class BackgroundScorer:
 
     def wait(self, groups, stop=lambda: False) -> bool:
         """Waits until the groups are scored; returns False if `stop()` became true first, which is checked twice a
-        second. Raises what scoring any groups raised first, also at later calls.
+        second. Raises what scoring any groups raised first, also at later calls, and RuntimeError if `close` was called
+        before the groups were taken for scoring.
         """
         wanted = {g.position for g in groups}
         with self._state:
             while self._error is None and self._open & wanted:
                 if stop():
                     return False
+                if self._closing and any(g.position in wanted for g in self._queue):
+                    raise RuntimeError("the background scorer was closed before it scored these groups")
                 self._state.wait(0.5)
             if self._error is not None:
                 raise self._error
@@ -43,7 +46,7 @@ class BackgroundScorer:
 
     def close(self) -> None:
         """Stops the thread once the groups that are being scored are done; does not wait. Closing the reward pool
-        ends those. Groups still queued are never scored: a `wait` for them ends only by its `stop`."""
+        ends those. Groups still queued are never scored; `wait` raises for them."""
         with self._state:
             self._closing = True
             self._state.notify_all()

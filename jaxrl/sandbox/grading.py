@@ -306,8 +306,8 @@ def parse(tests, entry_point: str = "") -> Tests:
       ["assert f(1) == 2", ...], or a text of such lines     Python: each assert is a test, other code runs before each
       a text with def check(candidate)                       called with `entry_point`
 
-    Raises ValueError for anything else, also for no tests and for unequal numbers of inputs and outputs; KeyError for
-    inputs without outputs.
+    Raises ValueError for anything else, also for no tests, for inputs or outputs that are no list, for unequal numbers
+    of them, and for a null where a whole program reads or prints a text.
     """
     if isinstance(tests, str):
         try:
@@ -315,11 +315,15 @@ def parse(tests, entry_point: str = "") -> Tests:
         except json.JSONDecodeError:
             return _python(tests, entry_point)
     if isinstance(tests, dict) and "inputs" in tests:
-        name = tests.get("fn_name") or ""
+        for column in ("inputs", "outputs"):
+            if not isinstance(tests.get(column), (list, tuple)):
+                raise ValueError(f"the row's tests have {column}={str(tests.get(column))[:40]}: write a list, with one "
+                                 "entry for each test")
         inputs, wanted = tests["inputs"], tests["outputs"]
         if len(inputs) != len(wanted):
-            raise ValueError(f"the row's tests have {len(inputs)} inputs and {len(wanted)} outputs")
-        return _not_empty(Tests([_case(g, w, name) for g, w in zip(inputs, wanted, strict=True)], []))
+            raise ValueError(f"the row's tests have {len(inputs)} inputs and {len(wanted)} outputs: write one output "
+                             "for each input")
+        return _not_empty(Tests([_case(g, w, tests.get("fn_name")) for g, w in zip(inputs, wanted, strict=True)], []))
     if isinstance(tests, dict):
         tests = [tests]
     if not isinstance(tests, list):
@@ -328,15 +332,20 @@ def parse(tests, entry_point: str = "") -> Tests:
         return _python("\n".join(map(str, tests)), entry_point)
     if not all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in tests):
         raise ValueError("the row's tests are neither asserts nor input-output tables; see docs/guides/rewards.md")
-    return _not_empty(Tests([_case(one["input"], one["output"], one.get("fn_name") or "") for one in tests], []))
+    return _not_empty(Tests([_case(one["input"], one["output"], one.get("fn_name")) for one in tests], []))
 
 
-def _case(arguments, wanted, name: str) -> Case:
+def _case(arguments, wanted, name: str | None) -> Case:
+    if not isinstance(name, str | None):
+        raise ValueError(f"the row's tests have fn_name={str(name)[:40]}: write the name of one function as text")
+    if not name and (arguments is None or wanted is None):
+        raise ValueError("the row's tests have a null among inputs or outputs of the whole program: write what it reads"
+                         " and prints as text, '' for nothing")
     if name and not isinstance(arguments, (list, tuple)):
         raise ValueError(f"the arguments of {name} must be a list, the row's tests have {type(arguments).__name__}")
     if not name:
         arguments, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (arguments, wanted))
-    return Case(arguments, wanted, name)
+    return Case(arguments, wanted, name or "")
 
 
 def _not_empty(tests: Tests) -> Tests:

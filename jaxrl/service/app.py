@@ -139,8 +139,8 @@ def _seconds(text: str) -> float | None:
 def config_of(options: Options):
     """Returns the config (editable) of the base, the devices and the sampler.
 
-    Raises ConfigError for an unknown option in options.config, and for --rank=0 with train.param_dtype other than
-    fp32."""
+    Raises ConfigError for an unknown option or a wrong value in options.config, and for --rank=0 with train.param_dtype
+    other than fp32."""
     from jaxrl.service.sampler import ENDS  # imports jax
 
     c = default_config()
@@ -231,7 +231,9 @@ def build(options: Options, keys: dict[str, str] | None = None) -> Server:
 
 
 def full_files(job):
-    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders."""
+    """Returns (write(parameter tree, folder), read(folder) -> parameters by flat name) of Hugging Face folders.
+
+    Written in float32. job: of `open_base`."""
     from jaxrl.models.io import hf
     from jaxrl.models.parameters import flattened
     from jaxrl.roles import parameters
@@ -284,9 +286,8 @@ def with_sight(options: Options, spec, inputs):
 
 
 def check_folder(folder: Path, options: Options, digest: str) -> None:
-    """Notes what the runs of a folder depend on, or raises ConfigError if it differs from what was noted.
-
-    digest: of the base's parameters.
+    """Notes what the runs of a folder depend on, in base.json, or raises ConfigError if it differs from what was noted;
+    a rank above the noted one takes its place. The folder must exist. digest: of the base's parameters.
     """
     from jaxrl.service.files import write
     from jaxrl.telemetry.run_dir import read_json
@@ -315,7 +316,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
 
 
 def serve(server: Server, options: Options) -> None:
-    """Answers requests until SIGTERM or SIGINT; the calling thread issues all device programs.
+    """Answers requests until SIGTERM or SIGINT, then closes the engine. The calling thread, which must be the main one,
+    handles these signals and issues all device programs.
 
     Raises ConfigError if the port is taken, OSError if a result or snapshot cannot be written."""
     import uvicorn

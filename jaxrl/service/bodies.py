@@ -168,7 +168,8 @@ def check_optimizer(config: dict | None) -> None:
 def adam_settings(body: dict) -> AdamSettings:
     """Returns the settings of an optim_step, from a body that `read` has checked.
 
-    Raises Refused (422) for optimizer_params, for numbers below 0, and for betas that are not below 1."""
+    Raises Refused (422) for optimizer_params, for adam_params that `read` refuses, for numbers below 0, and for betas
+    that are not below 1."""
     if body["optimizer_params"] is not None:
         raise Refused(422, f"optim_step.optimizer_params.type={body['optimizer_params'].get('type')!r}: this server "
                       "has AdamW; send tinker.AdamParams")

@@ -46,6 +46,9 @@ class Journal:
     Args:
       sync: seconds within which the disk has a record; 0 = before `append` returns; None = when the system writes it.
 
+    Attributes:
+      path: of the file. bytes: its size.
+
     Raises ConfigError if another process has it.
     """
 
@@ -67,7 +70,8 @@ class Journal:
 
     def append(self, header: dict, body: bytes = b"") -> None:
         """Writes a record; on return it survives the death of the process. Raises OSError, having written nothing, also
-        if the disk did not take earlier records in the background."""
+        if the disk did not take earlier records in the background. A file with a damaged end has to be compacted
+        before: records behind that end are not read."""
         data = _encoded(header, body)
         with self._lock:
             if self._failure is not None:

@@ -90,6 +90,11 @@ class Operations:
 
     Operations of a run raise Refused: 404 for an unknown session or run, 422 for a body of another form or a used
     number, 429 if too many bytes wait, 503 while the server stops; and OSError if the journal cannot be written.
+
+    Attributes:
+      sessions, models, samplers, promises: by id or name. snapshots: of the worker. most_versions: of weights that the
+        sampler keeps. recorded: name -> result, set by service.recovery while it replays a journal, to which nothing is
+        written then; else None.
     """
 
     def __init__(self, worker, store, names: tuple[str, ...], eos_ids: tuple[int, ...], longest: int, vocab: int,
@@ -237,9 +242,7 @@ class Operations:
         """Creates a session; returns {"type", "session_id"} and a warning if output matrices are left out.
 
         body: the JSON; raw: its bytes. key: of the request, the same if it is sent again, which gives the same session;
-        "" = none, a new session each time.
-
-        Raises Refused (422) for a key that came with another request."""
+        "" = none, a new session each time. Raises Refused (422) for a key that came with another request."""
         b, digest = bodies.read("create_session", body), hashlib.sha256(raw).hexdigest()
         session, before = self.created.get((user.get(), key), ("", digest))
         if before not in ("", digest):
@@ -507,7 +510,7 @@ class Operations:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Returns a sampling session of the user by id. Raises Refused (404) for one that is not known."""
+        """Returns a sampling session of the user by id. Raises Refused (404) if there is none."""
         if sampler_id not in self.samplers or not self._sees(sampler_id):
             raise Refused(404, f"sampling_session_id={sampler_id!r}: there is no such sampling session; create one")
         return self.samplers[sampler_id]
@@ -549,7 +552,8 @@ class Operations:
             self._keep(session.version, self.trainer.fitted(leaves))
 
     def cancel_future(self, body: dict) -> None:
-        """Ends sampling that nobody waits for. An unknown request_id changes nothing."""
+        """Ends sampling that nobody waits for; an unknown request_id changes nothing. Raises Refused: 422 for another
+        body, 503 while the server stops."""
         name = bodies.read("cancel_future", body)["request_id"]
         if name in self.promises and self._sees(name):
             self.worker.post(Task("cancel_future", lambda _: self.sampler.cancel(name), Future()))

@@ -22,7 +22,8 @@ log = logging.getLogger("jaxrl")
 
 
 def recover(operations: Operations, journal: Journal) -> None:
-    """Replays a journal into fresh operations, whose worker has not begun, and compacts it."""
+    """Replays a journal into fresh operations, whose worker has not begun, and compacts it. Raises
+    OSError for a damaged snapshot or if the disk fails."""
     begin, again = time.monotonic(), 0
     operations.recorded = {r.header["name"]: r for r in journal.records() if r.header["kind"] == "result"}
     for record in journal.records():

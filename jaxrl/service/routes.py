@@ -219,7 +219,8 @@ class Api:
         return {"checkpoints": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
 
     async def delete_checkpoint(self, request, raw):
-        """Deletes saved weights; the reply has status 204. Raises Refused (404) for weights that are not there."""
+        """Deletes saved weights; the reply has status 204. Raises Refused: 422 for a path that is none, 404 for weights
+        that are not there."""
         p = request.path_params
         self.operations.store.delete(Address.parse(f"tinker://{p['run']}/{p['kind']}/{p['name']}"))
         return Response(status_code=204)

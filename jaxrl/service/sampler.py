@@ -81,6 +81,9 @@ class Sampler:
       params: leaves of a version -> parameter tree.
       base: leaves of BASE.
       turn: samples that are begun at a time, and of a version while jobs of another one wait.
+
+    Attributes:
+      versions: name -> leaves of each version that is kept; `keep` and `forget` change it.
     """
 
     def __init__(self, engine, read, row_shapes, params, base, turn: int = 64):

@@ -54,7 +54,7 @@ class Snapshots:
         """Writes the snapshot of a run to the disk, replacing its earlier one.
 
         model_id: of the run. run: service.trainer.Run. number: of its next task. failure: why its window of gradients
-        was emptied, "" = it was not."""
+        was emptied, "" = it was not. Raises OSError."""
         self.sync()
         about = {"lora": run.options._asdict(), "next": number, "failure": failure, "loss": run.loss}
         _write(self._run(model_id), self.trainer.arrays(run) | {ABOUT: np.array(json.dumps(about))})
@@ -84,7 +84,7 @@ class Snapshots:
         return Snapshot(run, about["next"], about["failure"])
 
     def keep_version(self, name: str, leaves: dict) -> None:
-        """Writes the weights of a sampling session, flat name -> array in host memory."""
+        """Writes the weights of a sampling session, flat name -> array in host memory. Raises OSError."""
         _write(self._version(name), leaves)
 
     def version(self, name: str) -> dict | None:

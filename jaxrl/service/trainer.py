@@ -236,7 +236,8 @@ class Trainer:
     def start(self, options: LoraOptions) -> Run:
         """Starts a run: A drawn from the seed, B zero.
 
-        Raises Refused (422) for a rank that is not served, or an adapter on an output matrix that has none here."""
+        Raises Refused (422) for a rank that is not served, options that leave nothing to train, or an adapter on an
+        output matrix that has none here."""
         if not 1 <= options.rank <= self.rank:
             raise Refused(422, f"lora_config.rank={options.rank}: this server trains ranks 1 to {self.rank}; start it "
                           f"with --rank={max(options.rank, 0)}" + " to train all parameters" * (options.rank == 0))
@@ -411,14 +412,14 @@ class Trainer:
         return lambda *each: stack[next(iter(each[0])).endswith("/scale")](*each), take
 
     def empty_window(self, run: Run) -> None:
-        """Drops the gradients that were not applied."""
+        """Drops the gradients that were not applied, and their sum of losses."""
         run.window, run.loss = None, 0.0
 
     def optim_step(self, run: Run, settings: AdamSettings) -> dict[str, float]:
         """Applies the gradients of the window, a sum over its forward_backward calls, and empties it.
 
-        Returns {"optim/grad_norm": global L2 norm, "optim/step": steps of the run}. Raises Refused (422) without
-        gradients, and if they are not finite; nothing is applied then, and the window is empty."""
+        Returns {"optim/grad_norm": global L2 norm before clipping, "optim/step": steps of the run}. Raises Refused
+        (422) without gradients, and if they are not finite; nothing is applied then, and the window is empty."""
         if run.window is None:
             raise Refused(422, "optim_step: there are no gradients; call forward_backward before it")
         old = run.state.opt_state.settings
@@ -441,7 +442,8 @@ class Trainer:
         return {name: np.array(to_host(x)) for name, x in {**run.state.trainable, **run.state.frozen}.items()}
 
     def arrays(self, run: Run) -> dict[str, np.ndarray]:
-        """Returns copies of everything that a run needs to go on: "adapter/<name>", moments, "window/<name>"."""
+        """Returns host copies of all arrays of a run: "adapter/<name>", those of `moments`, "window/<name>". Its
+        options and its sum of losses are not among them."""
         out = {f"adapter/{name}": x for name, x in self.leaves(run).items()} | self.moments(run)
         return out | {f"window/{name}": np.array(to_host(x)) for name, x in (run.window or {}).items()}
 

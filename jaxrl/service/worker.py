@@ -184,8 +184,9 @@ class Worker:
     def serve(self) -> None:
         """Works until `stop`; the calling thread issues all device programs.
 
-        At the end it saves snapshots and refuses (503) what has not run. Raises OSError if a result or a snapshot
-        cannot be written: a restart does it again."""
+        At the end it saves snapshots and refuses (503) what has not run; samples that are at work get no answer, and a
+        restart draws them again. Raises OSError, without that end, if a result or a snapshot cannot be written: a
+        restart does it again."""
         while not self._stopping:
             group = self._take()
             if len(group) == 1 and not group[0].model_id:

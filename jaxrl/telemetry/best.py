@@ -21,6 +21,7 @@ class Best:
     Attributes:
       step, value: of the best evaluation; None before the first.
       since: consecutive evaluations after it that were not better.
+      metric: its name; "" until `check` chooses one. wanted: whether an option needs the best evaluation.
     """
 
     def __init__(self, config, state: dict[str, Any] | None = None):

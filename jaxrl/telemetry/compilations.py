@@ -51,14 +51,17 @@ class Compilations:
         return Count(*(now - start for now, start in zip(Compilations._seen, self._start, strict=True)))
 
     def take(self) -> Count:
-        """Returns the counts since the last call."""
+        """Returns the counts since the last call, the first time since creation."""
         before, self._taken = self._taken, Compilations._seen
         return Count(self._taken.waited - before.waited, self._taken.background - before.background)
 
 
 class BackgroundCompiler:
     """Compiles programs, by key, in background threads, in the order in which they were queued. The process has one
-    thread for every four cores, at most four: the main work needs the other cores.
+    thread for every four cores, at least one and at most four: the main work needs the other cores.
+
+    Attributes:
+      coming: key -> Future of each program that was queued and not taken.
     """
 
     _threads = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4)), BACKGROUND)
@@ -71,7 +74,7 @@ class BackgroundCompiler:
         self.coming[key] = self._threads.submit(compiled, *args)
 
     def begun(self, key) -> bool:
-        """Returns whether a program is being compiled, or ready."""
+        """Returns whether a program is being compiled, is ready or has failed; False while it is queued, or is not."""
         coming = self.coming.get(key)
         return coming is not None and (coming.running() or coming.done())
 

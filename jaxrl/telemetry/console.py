@@ -27,6 +27,9 @@ class Progress:
 
     Args:
       total_steps: what the run aims at. clock: seconds, monotonic.
+
+    Attributes:
+      total: total_steps; may be set later. step: the last completed one, 0 before. begin: clock at the start.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
@@ -196,7 +199,7 @@ def sample_verdict(record: dict) -> str:
 
 
 def encodes(stream, text: str) -> bool:
-    """Returns whether a stream can show a text; it cannot if a locale's encoding is not UTF-8."""
+    """Returns whether a stream's encoding has all characters of a text; without an encoding it counts as UTF-8."""
     try:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -226,15 +229,15 @@ def completion_text(record: dict) -> str:
 
 
 def shortened(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
-    """Returns a text without control characters, its middle cut if it has more than `limit` characters."""
+    """Returns `printable(text)`; of more than `limit` characters the first and last limit // 2, and between them how
+    many more there are than `limit`."""
     text, half = printable(text), limit // 2
     return text if len(text) <= limit else f"{text[:half]} [... {len(text) - limit} characters ...] {text[-half:]}"
 
 
 def evaluation_line(scalars: dict[str, float]) -> str:
-    """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with pass@k if there are several
-    samples, and with blind controls (eval.controls); '' without evaluation. scalars: metric -> value, shares from 0 to
-    1."""
+    """Returns 'accuracy 53.1% (test 50.0%, hard 61.0%)', with mean@k and pass@k if there are several samples, and with
+    blind controls (eval.controls); '' without eval/accuracy. scalars: metric -> value, shares from 0 to 1."""
     if "eval/accuracy" not in scalars:
         return ""
     parts = {k[5:]: v for k, v in scalars.items() if k.startswith("eval/")}
@@ -311,7 +314,8 @@ class _Handler(logging.Handler):
 
 
 def setup_logging(level: str, process: str = "") -> None:
-    """Sends jaxrl's log to stderr at `log.level`, unless the application has configured logging itself.
+    """Sends jaxrl's log to stderr at `log.level`, unless the application has configured logging itself; the level is
+    set in either case.
 
     Args:
       process: name of a process other than the first; it logs warnings and errors only, under this name.

@@ -141,7 +141,8 @@ class Speed:
     """Metrics of a step: `flops/<phase>` of the required operations, and with the seconds of the
     phases `perf/...` (see names.py).
 
-    job: run.setup.Job. trainable: flat names of the policy's trained parameters."""
+    job: run.setup.Job. trainable: flat names of the policy's trained parameters. Attribute operations: those of its
+    model, by which recipes make `flops/<phase>`."""
 
     def __init__(self, job, trainable):
         self.operations = Operations(job.model, trainable, job.config.train.image_features != "fresh")

@@ -109,6 +109,9 @@ class IdleMechanisms:
 
     Args:
       chosen: options below `algorithm` that were set explicitly -> value (see Spec.chosen).
+
+    Attributes:
+      watched: Mechanism -> steps in a row that it did nothing, of those that no warning named yet.
     """
 
     def __init__(self, chosen: dict):
@@ -136,9 +139,9 @@ class Divergence:
     """Warns once each that the loss has risen, or that a held-out accuracy has collapsed, as with too
     large a learning rate.
 
-    The loss: the mean of the last five lines is above three times that of the first three and of the lowest three in
-    a row (for recipes that do not sample, whose loss is a likelihood or close to one). An accuracy: below half of the
-    best one so far, and a tenth below it.
+    The loss: the mean of the last five finite ones is above three times that of the first three and of the lowest three
+    in a row, if these are above 0 (for recipes that do not sample, whose loss is a likelihood or close to one). An
+    accuracy: below half of the best one so far, and more than 0.1 below it.
 
     Args:
       config: the whole config. samples: whether the recipe samples; its loss is not watched then.

@@ -8,7 +8,7 @@ import jax
 
 
 def traced_steps(profile, process: int) -> tuple:
-    """Returns the steps that a process traces, by config.profile; () for none."""
+    """Returns (first, last) of the steps that a process traces, by config.profile; () for none."""
     return tuple(profile.steps) if process in profile.processes else ()
 
 

@@ -57,7 +57,8 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Returns strict JSON of `jsonable(value)`; without `indent` always on one line."""
+    """Returns strict JSON of `jsonable(value)`; the keys True, False and None may be "true", "false" and "null" in it.
+    Without `indent` always on one line."""
     encode = functools.partial(json.dumps, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
         text = encode(value, default=jsonable)  # in C; rollouts are long
@@ -145,7 +146,8 @@ def require_free(run_dir, lock: bool = True) -> None:
 class Lock:
     """Held while a run writes its directory; the system releases it however the process ends.
 
-    Raises ConfigError if another process holds it. On a file system without locks there is none.
+    Raises ConfigError if another process, or another Lock of this one, holds it. On a file system without locks there
+    is none.
     """
 
     def __init__(self, run_dir: Path):

@@ -211,7 +211,7 @@ class Wandb:
 
 def load_sink(spec: str, run_dir: Path, config: dict) -> Any:
     """Creates `package.module:Class` or `./file.py:Class` with (run_dir, config as a redacted dict). Raises
-    ConfigError naming what is missing.
+    ConfigError naming what is missing, or the error of the class.
     """
     factory = find_sink(spec)
     try:

@@ -64,7 +64,8 @@ class TableConsole(SilentConsole):
             self._rich.show_cursor(True)  # a killed process could not bring a hidden cursor back
 
     def step(self, step: int, scalars: dict[str, float]) -> None:
-        """Adds a row with a step's metrics and updates the live display."""
+        """Adds a row with a step's metrics, if there are others than times and evaluations, and a line for an
+        evaluation; updates the live display."""
         self.progress.advance(step)
         self._last = scalars
         curve = scalars.get("reward/mean", scalars.get("loss"))

@@ -59,6 +59,9 @@ class Telemetry:
       read_only: evaluation of a run that may be training elsewhere: only messages, samples and summary, no lock.
       console: one that `open_console` made earlier; None: one of this telemetry's own.
       silent: a process other than the first of several: it writes nothing and shows nothing, and can only read.
+
+    Attributes:
+      run_dir: Path. console: what shows the run. earlier_rollouts: steps whose rollouts/ files were there at the start.
     """
 
     def __init__(self, run_dir, config, total_steps: int, resume_step: int | None = None, read_only: bool = False,
@@ -181,8 +184,8 @@ class Telemetry:
             raise OSError(e.errno, e.strerror, str(held[0]))
 
     def aside(self, action: Callable[[], object]) -> None:
-        """Runs an action in the thread that writes rollouts, before the next `flush` returns. The action
-        reports its failures itself.
+        """Runs an action in the thread that writes rollouts, before the next `flush` returns; not in a silent
+        telemetry. The action reports its failures itself. Raises OSError as `rollouts` does.
         """
         if not self._silent:
             self._later("rollouts", action)
@@ -240,8 +243,9 @@ class Telemetry:
     def flush(self) -> None:
         """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
-        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or the rollouts are
-        not on disk. Does nothing after `close`.
+        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl is not on disk or the
+        rollouts' thread is not done within that time; a file of rollouts that the disk refused was logged, and raises
+        nothing. Does nothing after `close`.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return

@@ -20,6 +20,9 @@ class Phases:
     Args:
       clock: seconds, monotonic.
       watch: called with the name of the phase that has just become current ("" between phases).
+
+    Attributes:
+      current: name of the phase; "" between phases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, watch: Callable[[str], Any] = lambda name: None):
@@ -61,7 +64,7 @@ class Phases:
         return spent
 
     def totals(self) -> dict[str, float]:
-        """Returns the seconds by phase since the start of the process, including the running step."""
+        """Returns the seconds by phase since the creation of this object, including the running step."""
         self._book()
         names = {**self._totals, **self._spent}
         return {n: self._totals.get(n, 0.0) + self._spent.get(n, 0.0) for n in names}

@@ -58,18 +58,18 @@ class RemoteProcess(Channel):
       named: environment variables in addition to what Python needs, which its host provides.
       cpus: CPUs that Ray reserves.
       table: class of the memory that the worker shares with its actor (worker.Seats).
-      store_ages: called with the table's `ages()`.
+      store_state: called with the table's `state()`.
     """
 
-    seats: Any  # what `store_ages` writes, for the pool that launched it
+    seats: Any  # what `store_state` writes, for the pool that launched it
 
     def __init__(self, module: str, printed: PrintedOutput, named: dict[str, str], memory_gb: float, *, group: str,
                  who: str,
-                 cpus: float, python: str = "", table=None, store_ages=lambda ages: None):
+                 cpus: float, python: str = "", table=None, store_state=lambda state: None):
         import ray
         super().__init__()
         self._ray, self._why, self._ended = ray, "", threading.Event()
-        self._printed, self._store_ages, self.lost = printed, store_ages, False
+        self._printed, self._store_state, self.lost = printed, store_state, False
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
         self.descriptors = os.dup(self._ours.fileno()), self._ours.fileno()  # two, because each is waited for by itself
@@ -92,8 +92,8 @@ class RemoteProcess(Channel):
         read = self._actor.read.options(concurrency_group="out_of")
         with self._close_at_end():
             while not self._ended.is_set():
-                data, ages, printed, why = self._ray.get(read.remote())
-                self._store_ages(ages)
+                data, state, printed, why = self._ray.get(read.remote())
+                self._store_state(state)
                 if printed:
                     self._printed.file.write(printed)
                 if data:
@@ -212,19 +212,19 @@ class Host:
                 except OSError:  # its end is noticed where it is read from
                     return
 
-    def read(self) -> tuple[bytes, dict[int, float], bytes, str]:
-        """Returns (bytes of the worker's lines, the table's ages, printed text, how it ended or ""); waits up to
-        POLL_SECONDS for lines. Each call returns what is new."""
+    def read(self) -> tuple[bytes, Any, bytes, str]:
+        """Returns (bytes of the worker's lines, the table's state, printed text, how it ended or ""); waits up to
+        POLL_SECONDS for lines. Each call returns what is new; without a table its state is None."""
         with self._state:
             if not self._out and not self._why:
                 self._state.wait(POLL_SECONDS)
             data, why = bytes(self._out), self._why
             self._out.clear()
-        ages = {} if self._table is None else self._table.ages()
+        state = None if self._table is None else self._table.state()
         size = os.fstat(self._printed.file.fileno()).st_size
         printed = os.pread(self._printed.file.fileno(), 1 << 20, self._at) if size > self._at else b""
         self._at += len(printed)
         if size == self._at > 1 << 20:
             os.ftruncate(self._printed.file.fileno(), 0)
             self._at = 0
-        return data, ages, printed, why
+        return data, state, printed, why

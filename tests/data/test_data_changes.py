@@ -14,7 +14,7 @@ from helpers.tiny_job import MODEL
 
 from jaxrl.checkpoint import fingerprints as inputs
 from jaxrl.checkpoint.checkpointer import Checkpointer
-from jaxrl.checkpoint.resume import READ
+from jaxrl.checkpoint.resume import READ, input_changes
 from jaxrl.config.load import put, redacted
 from jaxrl.data import fingerprint, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
@@ -144,6 +144,26 @@ def test_other_inputs_than_the_checkpoints_are_refused_unless_accepted(tmp_path,
         assert any(f"changed since the checkpoint was written: {named[accepted]}" in m for m in caplog.messages)
         host(tmp_path, questions(16))
     check_inputs(job(eval__sets=(f"test={tmp_path / 'train.jsonl'}",)), with_rewards=False)  # asked for by an option
+
+
+@pytest.mark.parametrize("how", ["filter", "split"])
+def test_limits_that_leave_another_number_of_examples_are_refused(tmp_path, job, how):
+    """The place in the data would mean other rows. Eval sets have no place, and one row is one row in however many pieces."""
+    def limited(tokens):
+        return resolve(job(data__overlong_completion=how, rollout__max_new_tokens=tokens, run__dir=str(tmp_path / "other")))
+
+    for name in ("train", "test"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        write_jsonl(tmp_path / f"{name}.jsonl", [{**row, "completion": "4" * (20 if i == 1 else 2)} for i, row in enumerate(rows)])
+    prints = []
+    for tokens in (15, 40):
+        with Session(limited(tokens)) as run:
+            prints.append(inputs.fingerprints(run.spec, *read(run)))
+    short, long = prints
+    assert {name for name in long if long[name] != short[name]} == {"training examples"}
+    assert long["training examples"].startswith("12 ") and short["training examples"].startswith("11 " if how == "filter" else "13 ")
+    refused, accepted = (input_changes(short, long, entries)[k] for k, entries in enumerate(((), ("data",))))
+    assert len(refused) == len(accepted) == 1 and "(run.accept_changed=data accepts it)" in refused[0]
 
 
 def test_other_code_and_other_initial_weights_are_said(tmp_path, job, monkeypatch, caplog):

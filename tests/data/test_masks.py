@@ -6,6 +6,7 @@ from helpers.data_cases import make_config, write_jsonl
 from helpers.turn_cases import FAMILIES, make_tokenizer
 
 from jaxrl.data import DataError, load_tokenizer, load_train
+from jaxrl.data.mixture import Mixture
 from jaxrl.data.overlong import Limits, fit_completion
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
@@ -210,3 +211,7 @@ def test_overlong_completions_are_counted_and_shown(tmp_path, caplog, policy, ex
         assert found.shortened == [f"{tmp_path}/rows.jsonl:1"] and "1 completions cut" in found.describe()
         assert tokenizer.eos_token_id not in found[0].target_ids
     assert texts == expected and found.filtered_fraction == (0.5 if policy == "filter" else 0)
+    found.filtered = ["another row"]
+    found.set_arrays(found.arrays)
+    share = 1 / (2 if policy == "filter" else 3)  # a row that was split is one row, also among those of several sources
+    assert Mixture({"a": found, "b": found}, {}).filtered_fraction == found.filtered_fraction == share

@@ -2,10 +2,12 @@
 
 import http.server
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -18,6 +20,7 @@ from helpers.env_cases import follow, play, texts, turn
 from helpers.tiers import first_cases
 
 from jaxrl.envs import pool as pool_module
+from jaxrl.envs.worker import RemoteSeats, Seats
 from jaxrl.errors import RunStopped
 
 EPISODES = textwrap.dedent('''
@@ -115,6 +118,17 @@ EPISODES = textwrap.dedent('''
     async def block(mark):
         open(mark, "w").close()
         time.sleep(600)
+
+    async def earns(task, chat):
+        kind = task.row["kind"]
+        for part in (4.0, 0.5):
+            await chat.send("first")
+            chat.reward(part)
+        chat.reward(0.25)
+        if kind == "block": await block(task.row["mark"])
+        while kind == "stubborn":
+            try: await wait()
+            except asyncio.CancelledError: pass
 
     class Lagging:
         def reset(self, row, seed):
@@ -320,6 +334,31 @@ def test_what_waits_is_cancelled(pool, caplog):
             assert outcomes(ends) == {kind: outcome}
         p.close()
     assert "cleaned up" in caplog.text and len(said["often"]) == 4  # 400 s each: the third is one too many
+
+
+def test_a_late_episode_keeps_the_reward_of_its_last_turn(pool, clock, tmp_path):
+    """Also one whose code never ends, as env.late=truncated scores it. Where another one's code hangs there is none."""
+    p, mark = pool("earns", step_seconds=600.0), tmp_path / "mark"
+    ends, _ = play(p, kinds("stubborn", "fine"), lambda id, k, data: turn("ok") if id == "stubborn" or k == 0 else None)
+    assert {id: event.data["reward"] for id, event in ends.items()} == {"stubborn": 0.75, "fine": 0.0}
+    p.start("a", {"row": {"kind": "block", "mark": str(mark)}, "prompt": "", "seed": 0})
+    while not mark.exists():
+        for event in p.events(0.1):
+            p.reply(event.id, turn("ok"))
+    clock.ahead = 3600.0
+    ends, _ = follow(p, {"a"})
+    assert outcomes(ends)["a"] == ("late", "it blocked its worker for longer than env.step_seconds=600")
+    assert ends["a"].data["reward"] == 0.75
+
+
+def test_what_another_host_reports_of_its_seats():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Seats.BYTES)
+        seats, here = Seats(file.fileno()), RemoteSeats()
+        seats.since[3], seats.rewards[3] = time.monotonic() - 900, 0.75
+        here.store(pickle.loads(pickle.dumps(seats.state())))
+    assert here.rewards[3] == 0.75 and 900 < time.monotonic() - here.since[3] < 1800
+    assert not any(here.rewards[:3] + here.rewards[4:] + here.since[:3] + here.since[4:])
 
 
 def test_what_will_not_be_cancelled_costs_its_worker(pool):

@@ -22,6 +22,7 @@ async def counts(task, chat):
         raise ConnectionError("no")
     if task.row.get("how") == "hang":
         import time
+        chat.reward(0.5)
         time.sleep(60)
     print("played", flush=True)
     return task.row["turns"]
@@ -60,6 +61,7 @@ def test_episodes_and_faults_are_those_of_local_workers(made, monkeypatch):
     for how, fault, cause in (("kill", "env", "it was killed by SIGKILL"), ("hang", "late", "blocked its worker")):
         ends, _ = play(pool, {how: {"name": how, "turns": 1, "how": how}}, names)
         assert ends[how].data["fault"] == fault and cause in ends[how].data["cause"]
+        assert ends[how].data["reward"] == (0.5 if how == "hang" else 0)
     assert play(pool, {"z": {"name": "z", "turns": 1}}, names)[0]["z"].kind == "done"
 
 

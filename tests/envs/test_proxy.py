@@ -6,11 +6,13 @@ import http.client
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.envs import openai
-from jaxrl.envs.proxy import Proxy
+from jaxrl.envs.program import ProgramRunner
+from jaxrl.envs.proxy import CallQueue, Proxy
 
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 BODY = {
@@ -152,3 +154,28 @@ def test_whatever_stands_anywhere_is_answered(ask):
         status, _ = ask(body)
         seen.add(status)
     assert seen == {200, 400}
+
+
+def test_no_call_waits_for_an_episode_that_is_over():
+    """One that waits when the queue closes, one that comes later, and one that comes at the moment at which the program ends."""
+    async def refused(call):
+        with pytest.raises(openai.RequestError, match="the episode is over"):
+            await asyncio.wait_for(call, 60)
+
+    async def main():
+        line = CallQueue()
+        waits = asyncio.ensure_future(line.ask(BODY, True, False))
+        await asyncio.sleep(0)
+        line.close(None)
+        await refused(waits)
+        await refused(line.ask(BODY | {"max_tokens": 8}, True, False))
+        line, ended = CallQueue(), asyncio.get_running_loop().create_future()
+        serving = asyncio.ensure_future(ProgramRunner._serve(None, line, SimpleNamespace(ended=ended), None, None))
+        await asyncio.sleep(0.01)
+        waits = asyncio.ensure_future(line.ask(BODY, True, False))
+        await asyncio.sleep(0)
+        ended.set_result(0)
+        await serving
+        await refused(waits)
+
+    asyncio.run(main())

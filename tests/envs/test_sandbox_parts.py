@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from jaxrl import sandbox
 from jaxrl.config.load import default_config
 from jaxrl.config.schema import SCHEMA
+from jaxrl.envs import builtin
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
@@ -481,7 +482,10 @@ def test_a_part_of_the_tests(limits_alone):
 @pytest.mark.parametrize("tests, words", [
     ([], "has no tests"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ("x = (", "not valid Python"), (3, "type int"),
     ([{"input": 1}], "neither asserts nor"), ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "arguments of f must be a list"),
-    ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor")])
+    ("def check(candidate): pass", "entry_point"), ("x = 1", "has no tests"), ('{"a": 1}', "neither asserts nor"),
+    ({"inputs": ["1"]}, "outputs=None: write a list"), ('{"inputs": null, "outputs": []}', "inputs=None: write a list"),
+    ({"inputs": "12", "outputs": "34"}, "inputs=12: write a list"), ({"inputs": ["1"], "outputs": [None]}, "a null among"),
+    ([{"input": None, "output": "1"}], "a null among"), ({"inputs": [[1]], "outputs": [1], "fn_name": 5}, "fn_name=5: write")])
 def test_tests_that_cannot_be_read_are_no_score(tests, words):
     with pytest.raises(ValueError, match=words):
         parse(tests)
@@ -597,6 +601,18 @@ def test_a_repair_is_scored_by_its_tests(tmp_path):
         ends, sent = env_cases.play(pool, dict.fromkeys(said, row), lambda id, k, _: env_cases.turn(said[id][k]))
     assert {id: event.data["reward"] for id, event in ends.items()} == {"right": 1.0, "second": 1.0, "wrong": 0.0, "sly": 0.0}
     assert env_cases.texts(sent["second"]) == [row["source"], "add(3,4) is 7"] and env_cases.texts(sent["wrong"])[1] == "add(2,2) is 4"
+
+
+def test_a_repair_shows_tests_of_any_form_that_calls_a_function(monkeypatch):
+    repair = builtin.Repair()
+    for tests in (["assert add(1, 2) == 3"], {"inputs": ["1"], "outputs": ["1"]}, {"inputs": [[1]]}):
+        with pytest.raises(ValueError, match="write (inputs|a list)"):
+            repair.reset({"source": "", "tests": tests}, 0)
+    tests = [{"input": [1, 2], "output": 3, "fn_name": "add"}]
+    monkeypatch.setattr(builtin, "first_failing_test", lambda *_: 0)
+    for form in (tests, json.dumps(tests)):
+        repair.reset({"source": "", "tests": form}, 0)
+        assert repair.step("x").observation.text == "add(1,2) is 3"
 
 
 # -- the options ---------------------------------------------------------------------------------------------------------

@@ -469,13 +469,19 @@ def test_a_stop_leaves_rewards_alone(pool):
     """A training step's at once; an evaluation's after run.stop_seconds."""
     asked = []
     assert pool("naps", timeout_seconds=300.0).score(items(200.0), stop=lambda: asked.append(1) or len(asked) > 1) is None
-    group, done = SimpleNamespace(position=0), threading.Event()
-    scorer = BackgroundScorer(lambda groups: done.wait())
+    group, begun, done = SimpleNamespace(position=0), threading.Event(), threading.Event()
+    scorer = BackgroundScorer(lambda groups: begun.set() or done.wait())
     scorer.add(group)
+    begun.wait()
     assert not scorer.wait([group], stop=lambda: True)
+    left = SimpleNamespace(position=1)
+    scorer.add(left)
+    threading.Timer(0.1, scorer.close).start()
+    with pytest.raises(RuntimeError, match="closed before it scored these groups"):
+        scorer.wait([left])
+    assert not scorer.wait([left], stop=lambda: True)
     done.set()
     assert scorer.wait([group])
-    scorer.close()
     run = SimpleNamespace(spec=default_config(), interrupted=lambda: stopped)
     stopped, run.spec.run.stop_seconds = False, 0.0
     over = stop_overdue(run)

@@ -114,9 +114,9 @@ def data(m: Migration):
 
 def saving(m: Migration):
     """Sets checkpoint.*, run.dir and run.resume from train.ckpt, train.output_dir and train.resume; without
-    enable_checkpoint nothing is saved. Asks for an exported folder if train.resume is a path, and for the owner of
-    hf_repo_name if it has none. Raises Unreadable for an upload_s3 other than false, final and all, or without
-    s3_bucket."""
+    enable_checkpoint nothing is saved. Asks for an exported folder if train.resume is a path, and, where checkpoints
+    are on, for the owner of hf_repo_name if it has none; then raises Unreadable for an upload_s3 other than false,
+    final and all, or one of the last two without s3_bucket."""
     c = TRAIN + "ckpt."
     on, every, epochs = m.flag(c + "enable_checkpoint"), m.integer(c + "save_freq"), m.integer(c + "save_freq_in_epoch")
     enable = c + "enable_checkpoint"

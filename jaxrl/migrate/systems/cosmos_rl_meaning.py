@@ -350,8 +350,9 @@ def staleness(m: Migration):
 
 def sampling(m: Migration):
     """Sets rollout.temperature, top_p, top_k, keep_stop and, if it is not 1, repetition_penalty (in training too)
-    outside SFT. Where train_policy.temperature is another, it becomes algorithm.temperature, with a note, or is
-    reported as not carried over if the loss compares the trainer's log-probs with the sampler's or a teacher's."""
+    outside SFT. Where train_policy.temperature (1 if it is at most 1e-6) is another, it becomes algorithm.temperature,
+    with a note, or is reported as not carried over if the loss compares the trainer's log-probs with the sampler's or a
+    teacher's."""
     if recipe(m) == "sft":
         return
     s = ROLL + "sampling_config."
@@ -375,9 +376,10 @@ def optimizer(m: Migration):
     """Sets optimizer.name, lr, b1, b2, max_grad_norm, the warm-up, and the schedule with its floor and decay from
     train.optm_*.
 
-    Of several rates for parts of a model optm_lr.global, else the first is taken, and the others are reported, as are
-    an unknown optimizer (AdamW is set) and an unknown decay (none is set). jaxrl asks for optimizer.decay_steps if the
-    decay is a share of a run whose steps are not set. Raises Unreadable if optm_lr is no number.
+    Of several rates for parts of a model optm_lr.global is taken, else the first of a list; of a table without `global`
+    optm_lr's default. The others are reported, as are an unknown optimizer (AdamW is set) and an unknown decay (none is
+    set). jaxrl asks for optimizer.decay_steps if the decay is a share of a run whose steps are not set. Raises
+    Unreadable if optm_lr is no number.
     """
     o, names = TRAIN + "optm_", {"AdamW": "adamw", "Adam": "adam"}
     m.set("optimizer.name", m.choice(o + "name", names) or "adamw", o + "name")

@@ -439,7 +439,8 @@ def layout(m: Migration):
 
 
 def rest(m: Migration):
-    """Sets mesh.roles.policy: rest streamed with FSDP's cpu_offload, host if weights and optimizer are offloaded."""
+    """Sets mesh.roles.policy: rest streamed with FSDP's cpu_offload, else host by enable_offload, or by offload_weight
+    and offload_optimizer together."""
     keys = tuple(ACTOR + n for n in ("offload_optimizer", "offload_weight", "enable_offload"))
     whole = m.flag(ACTOR + "enable_offload") or m.flag(ACTOR + "offload_optimizer") and m.flag(ACTOR + "offload_weight")
     if m.flag(FSDP + "cpu_offload"):

@@ -132,7 +132,8 @@ def pipeline(m: Migration):
 
 def lengths(m: Migration):
     """Sets the longest prompt and completion from data.max_prompt_length, which RLinf's class for these rows does not
-    apply."""
+    apply: here a longer prompt is an error, and a longer row is left out. Without it (unset, 0) it is 8192, and the
+    user is asked. Raises Unreadable for other numbers below 2."""
     key = DATA + "max_prompt_length"
     supervised.sequence(m, m.integer(key), key, cut="filter")
     m.set("data.overlong_prompt", "error", key)
@@ -213,8 +214,8 @@ def _evaluates(m: Migration) -> bool:
 
 
 def evaluation(m: Migration):
-    """Sets eval.every_steps to runner.val_check_interval, eval.after, eval.max_new_tokens (128 at most) and the reward,
-    a file that compares a greedy completion with the held-out row's.
+    """Sets eval.every_steps to runner.val_check_interval, eval.before=False, eval.after, eval.max_new_tokens (128 at
+    most) and the reward, a file that compares a greedy completion with the held-out row's.
 
     Without held-out rows or an interval above 0 there is no evaluation, nor with Megatron, whose worker in RLinf
     evaluates nothing.

@@ -37,7 +37,8 @@ def batch(m: Migration):
 
 def length_of_run(m: Migration):
     """Sets train.steps from num_steps, else data.epochs (with data.drop_last=False) from num_epochs; max_training_steps
-    bounds train.steps in both. With neither number of steps it notes that a schedule falls over all updates here."""
+    bounds train.steps in both. With neither number of steps it notes of a schedule that is not constant that it falls
+    over all updates here."""
     steps, most = m.integer("num_steps"), m.integer("max_training_steps")
     epochs = m.integer("num_epochs")
     if steps:
@@ -119,8 +120,8 @@ def evaluation(m: Migration):
 def layout(m: Migration):
     """Sets mesh.* from the sizes of Megatron or FSDP, and mesh.roles.policy rest=streamed for FSDP's cpu_offload.
 
-    GPUs are nodes x GPUs per node if the source sets one of them, else --gpus. Raises Unreadable for another strategy
-    than megatron, fsdp and fsdp2.
+    GPUs are nodes x GPUs per node if the source sets one of them, else --gpus, else their defaults. Raises Unreadable
+    for another strategy than megatron, fsdp and fsdp2.
     """
     nodes, per = (m.integer(key) for key in PLACE)
     devices.count_gpus(m, nodes * per if any(map(m.given, PLACE)) else 0, nodes * per)
@@ -137,9 +138,9 @@ def layout(m: Migration):
 
 
 def saving(m: Migration):
-    """Sets run.dir, checkpoint.every_steps, export_every_steps and keep, and run.resume: auto for resume_from=latest,
-    else never. Without ckpt_path there are no checkpoints. A path in resume_from is asked for as an export, as SkyRL's
-    checkpoints are not read."""
+    """Sets run.dir, checkpoint.every_steps, every_minutes=0, export_every_steps and keep, and run.resume: auto for
+    resume_from=latest, else never. Without ckpt_path there are no checkpoints. A path in resume_from is asked for as
+    an export, as SkyRL's checkpoints are not read."""
     if m.text("ckpt_path"):
         m.set("run.dir", m.text("ckpt_path").rstrip("/"), "ckpt_path")
     common.triggers(m, "checkpoint.export_every_steps", m.integer("hf_save_interval"), "hf_save_interval")

@@ -402,9 +402,9 @@ def _every(m: Migration, key: str, every: float, option: str, *keys: str) -> str
 
 
 def saving(m: Migration):
-    """Sets checkpoint.every_steps or checkpoint.every_epochs, checkpoint.keep (-1 = all), run.dir, checkpoint.upload.to
-    and run.resume. The user is asked for the owner of hub_model_id, and for the model where a TRL checkpoint is to be
-    resumed."""
+    """Sets checkpoint.every_steps or every_epochs (every_minutes=0), checkpoint.keep (-1 = all), run.dir,
+    checkpoint.upload.to and run.resume. The user is asked for the owner of hub_model_id, and for the model where a
+    TRL checkpoint is to be resumed."""
     kind, every = m.text("save_strategy"), m.number("save_steps")
     if kind == "steps":
         _every(m, "save_steps", every, "checkpoint.every_steps", "save_strategy", "save_steps")

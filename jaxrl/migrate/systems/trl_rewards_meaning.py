@@ -61,7 +61,8 @@ def rewards(m: Migration):
     Names of TRL and open-r1 are built-in rewards; places of functions (`module.name`) are called from NAME_reward.py
     beside the config, which the user is told; names with a slash are reward models, of which a second one refuses the
     job; other names, and none at all, are stubs that the user is asked to write. Weights that do not fit the functions
-    are recorded as not carried over."""
+    are recorded as not carried over. Of names that are one reward here (`a.f` and `b.f`: f; accuracy and
+    accuracy_reward: math) one counts, of functions the last."""
     names, file = [str(n) for n in m.list("reward_funcs")], f"{m.name}_reward.py"
     text, functions, weights = "", [], m.list("reward_weights")
     names, weights = _model(m, names, weights)

@@ -182,7 +182,8 @@ def shares_weights(m: Migration) -> bool:
 
 
 def advantage(m: Migration):
-    """Sets algorithm.advantage (PPO's gae, with critic.value_clip, or outcome), its mean, std and whiten."""
+    """Sets algorithm.advantage (PPO's gae, with critic.value_clip, or outcome), its mean, std and whiten. An unknown
+    advantage_estimator is not carried over: the group's mean and deviation are set."""
     own = algorithm(m)
     unread(m, "advantage_estimator", "gae_lambda", "gamma", "clip_range_value")
     if own == PPO:
@@ -221,7 +222,8 @@ AGGREGATIONS = {
 
 
 def loss(m: Migration):
-    """Sets algorithm.policy_loss=clip with its clip bounds, dual_clip, ratio, aggregation and entropy_coef."""
+    """Sets algorithm.policy_loss=clip with its clip bounds, dual_clip, ratio, aggregation and entropy_coef. Refuses
+    another policy_loss_fn; an unknown loss_algo (token) or loss_agg_mode (sequence_mean) is not carried over."""
     own = algorithm(m)
     unread(m, "loss_algo", "epsilon", "epsilon_low", "epsilon_high", "epsilon_c")
     unread(m, "loss_agg_mode", "entropy_coef", "policy_loss_fn")
@@ -424,7 +426,8 @@ def _sizes(m: Migration, key: str, names: str) -> dict[str, int]:
 
 
 def layout(m: Migration):
-    """Sets mesh.* by the actor's mesh, mesh.roles.* for a sampler with chips of its own, and rollout.engine=jax."""
+    """Sets mesh.* by the actor's mesh, mesh.roles.* for a sampler with chips of its own or offload_to_cpu (rest=host),
+    and rollout.engine=jax. Raises Unreadable for a mesh that is no sizes with an axis each."""
     shape, names = owner(m, "mesh.shape"), owner(m, "mesh.axis_names")
     sizes = _sizes(m, shape, names)
     known = m.table.job != "program" or m.given(shape)  # a program has no usual mesh
@@ -560,7 +563,8 @@ def dtypes(m: Migration):
 
 
 def memory(m: Migration):
-    """Sets train.tokens_per_microbatch and train.score_tokens_per_microbatch, for one data shard."""
+    """Sets train.tokens_per_microbatch and, if it is another, train.score_tokens_per_microbatch, for one data shard, by
+    the micro-batches in prompts (rounded up to whole sequences); where one is not set, nothing for it."""
     longest = m.options["data.max_prompt_tokens"][0] + m.options["rollout.max_new_tokens"][0]
     key, scored = TRAINING + "train_micro_batch_size", TRAINING + "compute_logps_micro_batch_size"
     size, group = m.integer(key), m.options["rollout.group_size"][0]

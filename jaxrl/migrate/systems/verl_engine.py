@@ -50,9 +50,9 @@ def backend(m: Migration) -> str:
 def layout(m: Migration):
     """Sets mesh.*, rollout.engine with its servers, and mesh.roles: where policy and reference are between uses.
 
-    GPUs are nnodes x n_gpus_per_node if the source sets one of them, else --gpus; sizes are those of the training
-    engine (`backend`). Servers share the GPUs with training. The sizes of an unknown engine, and a server over several
-    hosts, are not carried over.
+    GPUs are nnodes x n_gpus_per_node if the source sets one of them, else --gpus, else their defaults; sizes are those
+    of the training engine (`backend`). Servers share the GPUs with training. The sizes of an unknown engine, and a
+    server over several hosts, are not carried over.
     """
     nodes, per, kind = m.integer(TRAINER + "nnodes"), m.integer(TRAINER + "n_gpus_per_node"), backend(m)
     named = any(m.given(TRAINER + n) for n in ("nnodes", "n_gpus_per_node"))

@@ -205,8 +205,9 @@ def model(m: Migration):
 
 
 def saving(m: Migration):
-    """Sets run.dir, checkpoint.every_steps (every_epochs=1 for after_each_epoch), checkpoint.keep and run.resume: never
-    for disable, else auto. For resume_path it asks for an exported folder, as verl's checkpoints are not read."""
+    """Sets run.dir, checkpoint.every_steps (every_epochs=1 for after_each_epoch), every_minutes=0, checkpoint.keep
+    and run.resume: never for disable, else auto. For resume_path it asks for an exported folder, as verl's
+    checkpoints are not read."""
     t = TRAINER
     if m.given(t + "default_local_dir"):
         m.set("run.dir", m.text(t + "default_local_dir").rstrip("/"), t + "default_local_dir")
