@@ -129,5 +129,5 @@ def _read(path: Path, names: tuple[str, ...] = ()) -> dict | None:
     except FileNotFoundError:
         return None
     except DAMAGED as e:
-        raise OSError(f"{path}: {type(e).__name__}: {e}; the snapshot is damaged: restore the file, or move it away and lose "
-                      "this run") from None
+        raise OSError(f"{path}: {type(e).__name__}: {e}; the snapshot is damaged: restore the file, or move it away and"
+                      " lose this run") from None
