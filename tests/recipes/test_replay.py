@@ -13,9 +13,10 @@ import pytest
 from helpers import algorithm_runs, worlds
 
 import jaxrl
-from jaxrl.config.load import load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.records import anomalies, files
+from jaxrl.replay import replay
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import numbers, settings
 from jaxrl.rl import recording
@@ -304,6 +305,15 @@ def test_steps_that_stand_out_are_found():
     assert [(a.step, a.name) for a in anomalies.of_run(broken)] == [
         (20, "optim/grad_norm"), (25, "policy/entropy"), (30, "gap/mean"), (33, "length/mean"), (35, "eval/accuracy")]
     assert np.argmax(anomalies.outliers([1, 1.1, 0.9, 1, 30, np.nan])) == 4
+
+
+def test_a_record_from_which_nothing_can_be_computed_again_is_an_error(tmp_path):
+    """Step 5 alone, and no checkpoint."""
+    files.write(tmp_path / files.FOLDER, files.Record(5, {"format": 1, "step": 5, "config": "config-0.json"}, {}))
+    config = default_config()
+    config.run.dir = str(tmp_path)
+    with pytest.raises(ConfigError, match="no recorded step can be computed again: there is no whole checkpoint in .*; recorded are .*5"):
+        replay.run(config)
 
 
 def test_a_number_that_is_not_finite_stands_out_anywhere_and_hides_nothing():
