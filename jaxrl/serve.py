@@ -60,8 +60,8 @@ def reached_at(host: str) -> tuple[str, str]:
 
 
 class Host:
-    """The vLLM servers of this host, started by the constructor; `look` watches them. Announcements under their
-    names, which an earlier serve on this host left, are deleted; those of further servers of it stay.
+    """The vLLM servers of this host, started by the constructor; `look` watches them. Announcements that an earlier
+    serve on this host left are deleted.
 
     Args:
       config: of the run; an empty rollout.vllm.devices is set to the servers' shares of the GPUs.

@@ -75,8 +75,8 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
 
     Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on; a number that is not finite
     is anomalous wherever it stands (its usual value is NaN before the first finite one). Later steps are not compared
-    with an anomalous one, unless NEW finite steps before it were anomalous, too. A learning rate counts only from twice the
-    largest usual one on, since it rises during warm-up.
+    with an anomalous one, unless NEW finite steps before it were anomalous, too. A learning rate counts only from twice
+    the largest usual one on, since it rises during warm-up.
 
     lines: metric -> value, and `step`, of each line in order."""
     out = []

@@ -149,8 +149,7 @@ def parse_forward_backward(body: bytes) -> ForwardBackward:
     """Parses a request, but not its data: model and number are known even if the data are bad. `read_data` checks
     those.
 
-    Raises Refused (400) for a body that is no such message, and for fields of a newer SDK in the message itself; in
-    its data they are not seen.
+    Raises Refused (400) for a body that is no such message, and for fields of a newer SDK in the message or its data.
     """
     message = parse("ForwardBackwardRequest", body)
     size = message.ByteSize()

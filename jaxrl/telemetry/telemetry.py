@@ -243,9 +243,8 @@ class Telemetry:
     def flush(self) -> None:
         """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
-        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl is not on disk or the
-        rollouts' thread is not done within that time; a file of rollouts that the disk refused was logged, and raises
-        nothing. Does nothing after `close`.
+        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or a file of
+        rollouts is not on disk, or the rollouts' thread is not done within that time. Does nothing after `close`.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
