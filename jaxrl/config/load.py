@@ -368,10 +368,10 @@ _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|thin
                        r"enable_thinking|choice|audio|video|source|fn|reward_model|teacher|solution|input|output|"
                        r"caption|camera|state|action|arm|unnorm|count|sum|instance|instance_id|route|selector|"
                        r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition|(.+_)?per)_key")
-# Plural keys and tokens are mostly columns and counts: those are secrets that a service issues, and environment variables.
-_ISSUED = re.compile(r"(^|_)(api|access|auth|service|server|secret|private|ssh|signing|encryption|client|admin|master|license|"
-                     r"hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|tinker|bearer|session|refresh|security|"
-                     r"deploy|account|storage|webhook)_(key|token)$")
+# Plural keys and tokens are mostly columns and counts: secrets are those of services, and environment variables.
+_ISSUED = re.compile(r"(^|_)(api|access|auth|service|server|secret|private|ssh|signing|encryption|client|admin|master|"
+                     r"license|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|tinker|bearer|session|"
+                     r"refresh|security|deploy|account|storage|webhook)_(key|token)$")
 _COUNTED = re.compile(r"(^|_)(max|min|num|per|new|batched|prompt|completion|stop)_(.+_)?(key|token)$")
 # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
 _IN_TEXT = (
@@ -379,15 +379,16 @@ _IN_TEXT = (
     (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
     (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
     (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.I), r"\1<redacted>"),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-|tml-)[\w-]{16,}"),
-     "<redacted>"),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-|tml-)"
+                r"[\w-]{16,}"), "<redacted>"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), "<redacted>"),  # a JSON Web Token
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "<redacted>"),
     # of signed URLs (Azure, AWS, Google, CloudFront)
     (re.compile(r"([?&](?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|"
                 r"x-goog-credential|policy|key-pair-id)=)[^&\s\"'#]+", re.I), r"\1<redacted>"),
 )
-_NAMED = re.compile(r"([\w-]+)(=)((?:[^\s&;,\"']|,(?!\s|$|[\w.-]+=[^=,\s]))+)")  # a list a,b is one value; a=1,b=2 are two
+# name=value; a list a,b is one value, a=1,b=2 are two
+_NAMED = re.compile(r"([\w-]+)(=)((?:[^\s&;,\"']|,(?!\s|$|[\w.-]+=[^=,\s]))+)")
 _QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)"  # of JSON, of a dict
                      r"(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[\[(]\s*[\"'][^\])]*[\])])")
 _HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value

@@ -32,8 +32,8 @@ ROUNDING = 1e-4
 IGNORED_OPTIONS = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")
 # Prefixes of metrics that show neither a result nor its cause: rates, compilations, cache contents. The boundaries of
 # evaluation and optimizer compare eval/ and optim/.
-IGNORED_METRICS = ("time", *CLOCKED, "rollout/ahead_complete", "flops/", "step", "compile", "engine/", "memory/", "packing/",
-                   "eval/", "optim/")
+IGNORED_METRICS = ("time", *CLOCKED, "rollout/ahead_complete", "flops/", "step", "compile", "engine/", "memory/",
+                   "packing/", "eval/", "optim/")
 
 
 # ---- what is compared
