@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import itertools
 import os
 import signal
 import socket
@@ -65,7 +66,8 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
     """Returns the environment of every process: coordinator, rank, and its devices and threads.
 
     GPUs are split evenly unless --devices says how many each gets; without GPUs each has --devices CPU devices (1 by
-    default). --env is set last and wins. Raises SystemExit if there are fewer GPUs than requested, or than processes.
+    default). --env is set last and wins, but for CUDA_VISIBLE_DEVICES, which names the GPUs that are split. Raises
+    SystemExit if there are fewer GPUs than requested, or than processes.
 
     options: of `parse`. port: of the coordinator, on this machine.
     """
@@ -85,12 +87,13 @@ def environments(options, port: int, environ=os.environ) -> list[dict[str, str]]
             env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices or 1)}
         if options.cpus:
             env["OMP_NUM_THREADS"] = str(options.cpus)
-        out.append({**env, **added})
+        out.append({**env, **added, **({"CUDA_VISIBLE_DEVICES": env["CUDA_VISIBLE_DEVICES"]} if gpus else {})})
     return out
 
 
 def visible_gpus(environ) -> list[str]:
-    """Returns the NVIDIA devices that jax would use: those of CUDA_VISIBLE_DEVICES if set, else all of the machine.
+    """Returns the NVIDIA devices that jax would use: those of CUDA_VISIBLE_DEVICES before a negative number if it is
+    set, else all of the machine.
 
     [] if JAX_PLATFORMS is cpu. environ: environment variables.
     """
@@ -98,7 +101,8 @@ def visible_gpus(environ) -> list[str]:
         return []
     there = sorted(int(p.removeprefix("/dev/nvidia")) for p in glob.glob("/dev/nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in there] if named is None else [n for n in named.split(",") if n]
+    names = [] if named is None else [n.strip() for n in named.split(",") if n.strip()]
+    return [str(i) for i in there] if named is None else list(itertools.takewhile(lambda n: n[0] != "-", names))
 
 
 class Group:

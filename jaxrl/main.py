@@ -7,8 +7,8 @@ certify that does not hold; 128 + n signal n while the run starts (Ctrl-C 130, S
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
 import sys
 import threading
 import time
@@ -18,6 +18,7 @@ from jaxrl.__main__ import run
 from jaxrl.config import help
 from jaxrl.config.load import load_config, parse_flags
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.deadline import leave
 from jaxrl.processes.faults import GracefulStop
 from jaxrl.run.heap import keep_freed_memory
 
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
 
     argv: None = sys.argv. program: train, or the run.mode that it sets (eval, plan)."""
     argv = sys.argv[1:] if argv is None else argv
+    spec = config = None
     try:
         if (topic := help.requested(argv)) is not None:
             from jaxrl.telemetry.names import metrics_table
@@ -63,8 +65,9 @@ def main(argv: list[str] | None = None, program: str = "train") -> int:
     except OSError as e:
         if e.errno not in DISK_TROUBLE:
             raise
-        complain(f"stopped: {e.filename or config.run.dir}: {e.strerror}; fix this and rerun the same command to "
-                 "resume from the latest checkpoint")
+        where = e.filename or (config.run.dir if config is not None else spec or "the command line")
+        complain(f"stopped: {where}: {e.strerror}; fix this and rerun the same command to resume from the latest "
+                 "checkpoint")
         return 1
     return int(done.get("certified") is False)
 
@@ -80,7 +83,8 @@ def complain(text) -> None:
     """Prints an error to stderr, with the process's name if it is not the first."""
     group = peers()
     name = f" {group.who(group.index)}" if group and not group.first else ""
-    print(f"jaxrl{name}: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # its reader has gone: the exit status says it
+        print(f"jaxrl{name}: {text}", file=sys.stderr)
 
 
 EXIT_SECONDS = 60.0  # limit for threads and atexit functions of libraries
@@ -88,14 +92,19 @@ EXIT_SECONDS = 60.0  # limit for threads and atexit functions of libraries
 
 def command(argv: list[str] | None = None, program: str = "train") -> None:
     """Runs `jaxrl train`, eval or plan, and `python -m jaxrl.main`: calls main, then ends the process within
-    EXIT_SECONDS. The exit status is main's; 1, with the traceback, after another exception.
+    EXIT_SECONDS. The exit status is main's, or that of a SystemExit; 1, with the traceback, after another exception.
 
     Threads and atexit functions of libraries cannot delay the end further: a launcher only restarts ended processes.
     """
     try:
         status = run(lambda argv: main(argv, program), argv)
+    except SystemExit as e:  # a warm start that was stopped, the user's code, argparse
+        status = (e.code or 0) if isinstance(e.code, int | None) else 1
+        if not isinstance(e.code, int | None):
+            complain(e.code)
     except Exception:  # a bug in jaxrl or in the user's code
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         status = 1
     if group := peers():
         group.leave(status)
@@ -106,8 +115,7 @@ def command(argv: list[str] | None = None, program: str = "train") -> None:
 def leave_after(seconds: float, status: int) -> None:
     """Ends the process by force, with this exit status, if it still runs after so many seconds."""
     time.sleep(seconds)
-    os.write(2, f"\njaxrl: a library kept the process alive for {seconds:g} s after its end: exit forced\n".encode())
-    os._exit(status)
+    leave(f"a library kept the process alive for {seconds:g} s after its end: exit forced", status)
 
 
 if __name__ == "__main__":

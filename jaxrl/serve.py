@@ -22,6 +22,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -59,8 +60,8 @@ def reached_at(host: str) -> tuple[str, str]:
 
 
 class Host:
-    """The vLLM servers of this host, started by the constructor; `look` watches them. Announcements under their
-    names, which an earlier serve on this host left, are deleted; those of further servers of it stay.
+    """The vLLM servers of this host, started by the constructor; `look` watches them. Announcements that an earlier
+    serve on this host left are deleted.
 
     Args:
       config: of the run; an empty rollout.vllm.devices is set to the servers' shares of the GPUs.
@@ -88,8 +89,10 @@ class Host:
             log.info("servers listen on loopback: trainers of other hosts need --config.rollout.vllm.host=<this host's "
                      "address>")
         self.names = [f"{socket.gethostname()}_{i}" for i in range(v.replicas)]
-        for name in self.names:  # announced by an earlier serve on this host
-            (folder / name).unlink(missing_ok=True)
+        own_name = re.compile(re.escape(socket.gethostname()) + r"_\d+")
+        for path in folder.glob("*"):  # announced by an earlier serve on this host, which may have had more
+            if own_name.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         m = load_config(config.run.warm_start).model if config.run.warm_start else config.model
         hf_config = hf.load_config(m.path, m.revision, m.config.to_dict(), weights=False, images=True)
         if tower := hf_config.pop(IMAGES, None):

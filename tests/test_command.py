@@ -1,9 +1,11 @@
 """The command `jaxrl`: its programs, its help, and what it answers to a slip of the keys."""
 
+import errno
 import itertools
 import runpy
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -12,7 +14,7 @@ from jaxrl import __version__, launch
 from jaxrl.config import help
 from jaxrl.config.schema import SCHEMA, options
 from jaxrl.config.sections import GROUPS, headings
-from jaxrl.main import main
+from jaxrl.main import command, main
 from jaxrl.telemetry import METRICS
 
 
@@ -98,6 +100,32 @@ def test_eval_and_plan_are_train_with_their_mode(argv, mode, monkeypatch):
 
 def stop():
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("code, status", [(None, 0), (0, 0), (3, 3), ("no data", 1)])
+def test_a_system_exit_leaves_the_group_and_sets_the_exit_limit(code, status, monkeypatch, capsys):
+    """As of a warm start that was stopped: the other processes would learn nothing, and threads could stay."""
+    class Group:
+        first, index, left = True, 0, []
+        leave = left.append
+
+    limits = threading.Event()
+    monkeypatch.setattr("jaxrl.main.load_config", lambda *_: sys.exit(code))
+    monkeypatch.setattr("jaxrl.main.peers", lambda: Group)
+    monkeypatch.setattr("jaxrl.main.leave_after", lambda seconds, with_status: limits.set())
+    with pytest.raises(SystemExit) as e:
+        command(["--config=grpo"])
+    assert (e.value.code, Group.left) == (status, [status]) and limits.wait(10)
+    assert capsys.readouterr().err == ("jaxrl: no data\n" if status == 1 else "")
+
+
+def test_a_disk_error_without_a_name_before_there_is_a_config_is_told(monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jaxrl.main.load_config", full)
+    assert main(["--config=grpo"]) == 1
+    assert "stopped: grpo: No space left on device; fix this" in capsys.readouterr().err
 
 
 def test_a_mode_that_contradicts_the_program_is_refused(capsys):

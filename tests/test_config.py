@@ -284,10 +284,12 @@ def test_a_users_file_is_executed_once_until_it_is_edited(tmp_path, monkeypatch)
 SECRET_NAMES = ("wandb_api_key", "api-key", "apiKey", "OPENAI_API_KEY", "x-api-key", "hf_token", "HF_TOKEN", "token", "auth-token",
                 "accessToken", "AWS_ACCESS_KEY_ID", "aws_secret_access_key", "AWS_SESSION_TOKEN", "secret", "client-secret",
                 "secretAccessKey", "Authorization", "Proxy-Authorization", "db_password", "passwd", "passphrase", "ssh_key",
-                "private-key", "signing_key", "credentials", "cookie", "password_of_db")
+                "private-key", "signing_key", "credentials", "cookie", "password_of_db", "JAXRL_SERVICE_KEYS", "api-keys", "apiKeys",
+                "access_tokens", "HF_TOKENS", "MY_TOKENS", "DB_PASSWORDS", "passphrases", "AWS_ACCESS_KEY_IDS", "DSNS")
 HARMLESS_NAMES = ("pad_token", "eos_token", "image_token", "stop_token_ids", "eos_tokens", "max_new_tokens", "tokens_per_microbatch",
                   "num_key_value_heads", "key", "keys", "prompt_column", "sort_key", "answer_key", "keep_stop", "tokenizer",
-                  "passes", "pass_mark", "bypass", "author", "keyword", "monkey", "secretary", "compass", "tokens")
+                  "passes", "pass_mark", "bypass", "author", "keyword", "monkey", "secretary", "compass", "tokens", "missing_keys",
+                  "image_keys", "PROMPT_KEYS", "MAX_TOKENS", "VLLM_MAX_BATCHED_TOKENS", "generated_tokens", "KEYS")
 SECRET_TEXTS = ("https://me:canary@host/x", "s3://me:a:canary@canary@host/x", "redis://:canary@host:6379/0", "https://canary@github.com/a/b",
                 "proxy is http://u:canary@p:80, mind", "Authorization: Bearer canary", "authorization=canary", "Bearer canary0123456789abcdef",
                 "https://host/x?token=canary&v=1", "--api-key=canary", "password=canary", "hf_canaryABCDEFGHIJKLMNOP", "AKIAcanary0123456789")
@@ -353,7 +355,9 @@ SECRETS = [
     f"WANDB_API_KEY={HIDDEN}", f"eyJhbGciOiJIUzI1NiJ9.{HIDDEN}.{HIDDEN}",
     f"-----BEGIN RSA PRIVATE KEY-----\n{HIDDEN}\n-----END RSA PRIVATE KEY-----", f"-----BEGIN PRIVATE KEY-----\n{HIDDEN}", f"AIza{HIDDEN}",
     f"hf_{HIDDEN}", f"sk-{HIDDEN}", f"ghp_{HIDDEN}", f"github_pat_{HIDDEN}", f"https://user:{HIDDEN}@host/x", f"https://{HIDDEN}@host/x",
-    f"postgres://u:{HIDDEN}@h/db", f"glpat-{HIDDEN}", f"xoxb-{HIDDEN}", f"client_secret={HIDDEN}",
+    f"JAXRL_SERVICE_KEYS=anna:tml-1,ben:{HIDDEN}", f"API_KEYS=YWJj==,{HIDDEN}=", f"a=1,token={HIDDEN},b=2", f"tml-{HIDDEN}",
+    f'{{"api_keys": ["a", "{HIDDEN}"]}}', f"{{'access_tokens': ('{HIDDEN}', 'b')}}", f"git+https://{HIDDEN}@github.com/a/b.git",
+    f"https://h/x?access_tokens={HIDDEN}&a=1", f"postgres://u:{HIDDEN}@h/db", f"glpat-{HIDDEN}", f"xoxb-{HIDDEN}", f"client_secret={HIDDEN}",
 ]
 INNOCENT = [
     "--config.model.pad_token <pad>", "eos_token: <|im_end|>", '{"eos_token": "</s>"}', "data.answer_column=answer", "a key: value pair",
@@ -361,7 +365,7 @@ INNOCENT = [
     "python -m jaxrl.main --config=configs/grpo.py", "tokens: 12345678", "step 1/20 loss 0.5", '{"tokenizer": "Qwen/Qwen2.5-0.5B"}',
     "sigma=0.1", "policy_loss=clip", "signature of the function", "s3://bucket/folder", "x-ray: 1234567", "key=answer_key",
     "https://huggingface.co/datasets/openai/gsm8k", "prompt_token_ids=[1, 2, 3]", "https://host/x?policy_version=3",
-    "multi-token prediction", "the next-token loss",
+    "multi-token prediction", "the next-token loss", "image_keys=a,b", '{"missing_keys": ["a", "b"]}', "generated_tokens=512,b=2",
 ]
 
 

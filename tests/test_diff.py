@@ -80,6 +80,26 @@ def test_rounding_is_told_from_a_difference(run, edit, capsys):
     assert "The runs are equal.\n" in capsys.readouterr().out
 
 
+def test_rounding_behind_the_first_difference_is_not_before_it(tmp_path):
+    """A boundary of a later step, or a later one of the same step; and what a clock measures is no difference, wherever it stands."""
+    def wrote(name, *lines):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1, **line}) + "\n" for i, line in enumerate(lines)))
+        return folder
+
+    calm = {"loss": 1.0, "optim/lr": 1.0, "eval/accuracy": 1.0}
+    a = wrote("a", calm, calm, calm, {"publish/seconds": 1.0, "publish/gb_per_second": 2.0})
+    for name, changes, said in [
+        ("late", ({}, {"optim/lr": 2.0}, {"loss": 1.00001}), "All before it is equal."),
+        ("beside", ({}, {"optim/lr": 2.0, "eval/accuracy": 1.00001}, {}), "All before it is equal."),
+        ("early", ({"eval/accuracy": 1.00001}, {"optim/lr": 2.0}, {"eval/accuracy": 7.0}), "Before it only rounding differs (evaluation)."),
+        ("clock", ({}, {}, {}), "The runs are equal.")]:
+        b = wrote(name, *(calm | change for change in changes), {"publish/seconds": 3.0, "publish/gb_per_second": 4.0})
+        assert told(a, b)[0].endswith(said), name
+
+
 def test_options_and_versions_that_differ_are_listed(run, edit):
     def change(held):
         held["config"]["optimizer"]["lr"], held["config"]["run"]["dir"], held["versions"]["jax"] = 0.5, "elsewhere", "0.0"

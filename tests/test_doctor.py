@@ -63,6 +63,14 @@ def test_versions_are_held_to_what_jaxrl_asks_for(monkeypatch):
     assert said["jax 0.7.2 with jaxlib 0.10.2: install both together, pip install -U jax"] == "wrong"
 
 
+def test_keys_of_the_service_in_the_environment_are_in_no_finding(monkeypatch):
+    """However they are separated, and beside what is no secret."""
+    monkeypatch.setenv("JAXRL_SERVICE_KEYS", "alice:tml-canary1, ben:tml-canary2")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
+    said = doctor.redact("\n".join(line.text for line in examinations.machine()))
+    assert "canary" not in said and "JAXRL_SERVICE_KEYS=<redacted>" in said and "XLA_FLAGS=--xla_dump_to=/x" in said
+
+
 def test_the_real_requirements_are_read_and_one_process_tells_its_findings():
     names = examinations._requirements()
     assert any(text.startswith("jax>=") for text in names) and not any("extra" in text for text in names)

@@ -68,7 +68,8 @@ def train(report, name: str, config) -> None:
         now = next(line for line in reversed(lines) if "update" in line["time"])
         if step.number == 1:
             report("start", seconds=time.monotonic() - started - now["time"]["step"])
-        shown = {key.replace("/", "_"): value for key, value in now.items() if key.startswith(("gap/", "publish/"))}
+        shown = {key.replace("/", "_"): value for key, value in (now | now["time"]).items()
+                 if key.startswith(("gap/", "publish/"))}
         report(f"step {step.number}", **{n: now["time"][n] for n in PHASES if n in now["time"]}, **shown)
         report_so_far(report, name, [line for line in lines if "update" in line["time"]], naps)
 
@@ -80,7 +81,7 @@ def report_so_far(report, name: str, lines: list[dict], naps: dict) -> None:
     if len(lines) <= WARM:
         return
     steps, warm = [line["time"] for line in lines], lines[WARM:]
-    found, median = medians(steps), lambda key: statistics.median(line[key] for line in warm)
+    found, median = medians(steps), lambda key: statistics.median((line | line["time"])[key] for line in warm)
     report("steps", steps=len(steps), **found, **peak(), compilations_after_warm_up=int(
         sum(step["compilations"] for step in steps[WARM:])))
     if report.part != AHEAD:  # there it is only what the trainer waited

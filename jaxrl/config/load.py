@@ -356,8 +356,8 @@ def _literal(text: str):
 # Names whose value is a secret, in words joined by "_" (so that hyphens, dots and capitals count as joints); and among
 # them names of harmless things: special tokens, columns and options of data, parts of a mapping.
 _SECRET = re.compile(r"(^|_)(token|pass(word|wd|phrase)?|pwd|secrets?|credentials?|authorization|bearer|cookies?|"
-                     r"api_?key|apikeys?|keys?_?id|key_material|connection_string|sas|dsn)$|"
-                     r"(^|_)(password|secret|credential|api_?key|apikey)s?(_|$)|._key$")
+                     r"api_?key|apikeys?|keys?_?ids?|key_material|connection_strings?|sas|dsns?)$|"
+                     r"(^|_)(password|passwd|passphrase|secret|credential|api_?key|apikey)s?(_|$)|._key$")
 _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|think|image|audio|video|vision|"
                        r"boi|eoi|boa|eoa|fim|tool|"
                        r"prefix|suffix|middle|special|decoder_start|(.+_)?per|(max|min|balance)(_.+)?|num|last|first|"
@@ -368,30 +368,42 @@ _HARMLESS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|stop|start|end|begin|thin
                        r"enable_thinking|choice|audio|video|source|fn|reward_model|teacher|solution|input|output|"
                        r"caption|camera|state|action|arm|unnorm|count|sum|instance|instance_id|route|selector|"
                        r"reward|public|message|messages|completion|sample|task|id|lookup|map|partition|(.+_)?per)_key")
+# Plural keys and tokens are mostly columns and counts: secrets are those of services, and environment variables.
+_ISSUED = re.compile(r"(^|_)(api|access|auth|service|server|secret|private|ssh|signing|encryption|client|admin|master|"
+                     r"license|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|tinker|bearer|session|"
+                     r"refresh|security|deploy|account|storage|webhook)_(key|token)$")
+_COUNTED = re.compile(r"(^|_)(max|min|num|per|new|batched|prompt|completion|stop)_(.+_)?(key|token)$")
 # what may stand in any text: URLs with a password or token, headers, name=value, and keys of well-known shapes
 _IN_TEXT = (
     (re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/?#@]*:[^\s/?#]*@", re.I), r"\1<redacted>@"),
     (re.compile(r"(https?://)[^\s/?#@]+@", re.I), r"\1<redacted>@"),
     (re.compile(r"\b(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"']+", re.I), r"\1<redacted>"),
     (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.I), r"\1<redacted>"),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-)[\w-]{16,}"),
-     "<redacted>"),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|GOCSPX-|tml-)"
+                r"[\w-]{16,}"), "<redacted>"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"), "<redacted>"),  # a JSON Web Token
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "<redacted>"),
     # of signed URLs (Azure, AWS, Google, CloudFront)
     (re.compile(r"([?&](?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|x-goog-signature|"
                 r"x-goog-credential|policy|key-pair-id)=)[^&\s\"'#]+", re.I), r"\1<redacted>"),
 )
-_NAMED = re.compile(r"([\w-]+)(=)([^\s&;,\"']+)")
-_QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')")  # of JSON, of a dict
+# name=value; a list a,b is one value, a=1,b=2 are two
+_NAMED = re.compile(r"([\w-]+)(=)((?:[^\s&;,\"']|,(?!\s|$|[\w.-]+=[^=,\s]))+)")
+_QUOTED = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)"  # of JSON, of a dict
+                     r"(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[\[(]\s*[\"'][^\])]*[\])])")
 _HEADER = re.compile(r"(?m)(?<![\w\"'-])([A-Za-z][\w-]+)(:\s*)([^\s\"',;{}\[\]/]{6,})")  # X-Api-Key: value
 _FLAG = re.compile(r"((?<![\w-])--?[A-Za-z][\w-]*)(\s+)([^\s-][^\s]*)")  # --password value
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a value under this name is a secret: True for `api_key`, False for `pad_token` or `prompt_key`.
+    """Returns whether a value under this name is a secret: True for `api_key`, `api_keys` or the environment variable
+    `MY_KEYS`, False for `pad_token`, `prompt_key` or `missing_keys`.
     """
     words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
+    if re.search("(key|token)s$", words):
+        words = words[:-1]
+        if not _ISSUED.search(words) and (not name.isupper() or _COUNTED.search(words)):
+            return False
     return bool(_SECRET.search(words)) and not _HARMLESS.fullmatch(words)
 
 

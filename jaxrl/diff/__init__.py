@@ -25,13 +25,15 @@ from pathlib import Path
 
 from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
+from jaxrl.telemetry.names import CLOCKED
 
 ROUNDING = 1e-4
 # Prefixes of options that change no result.
 IGNORED_OPTIONS = ("run.dir", "run.compile_cache", "log.", "profile.", "checkpoint.", "plan.")
 # Prefixes of metrics that show neither a result nor its cause: rates, compilations, cache contents. The boundaries of
 # evaluation and optimizer compare eval/ and optim/.
-IGNORED_METRICS = ("time", "perf/", "flops/", "step", "compile", "engine/", "memory/", "packing/", "eval/", "optim/")
+IGNORED_METRICS = ("time", *CLOCKED, "rollout/ahead_complete", "flops/", "step", "compile", "engine/", "memory/",
+                   "packing/", "eval/", "optim/")
 
 
 # ---- what is compared
@@ -93,13 +95,14 @@ class Comparison:
     """The result at one boundary over all steps: the first unequal place, and the first one beyond rounding.
 
     Attributes:
-      steps: that both runs recorded there. largest: relative difference within rounding. first: text of the first
-        unequal place; "" = all equal.
+      steps: that both runs recorded there. largest: relative difference within rounding. rounded: first step with one;
+        None = none has. first: text of the first unequal place; "" = all equal.
       parts: (step, text) of the first place beyond rounding, or None.
     """
 
     steps: int = 0
     largest: float = 0.0  # of the differences within rounding, as shares of the larger number or of 1
+    rounded: int | None = None
     first: str = ""
     parts: tuple[int, str] | None = None  # step, text
 
@@ -237,6 +240,7 @@ def _look(found: Comparison, boundary: Boundary, step: int, both, rounding: floa
             found.parts = found.parts or (step, f"{where}: {text}")
         else:
             found.largest = max(found.largest, away)
+            found.rounded = step if found.rounded is None else found.rounded
 
 
 def first_divergence(found: dict[str, Comparison]) -> tuple[str, Comparison] | None:
@@ -297,7 +301,8 @@ def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
     if where:
         name, f = where
         out += ["", f"The runs diverge at {name}, {f.parts[1]}"]
-        earlier = [n for n, g in found.items() if g.first and not g.parts]
+        place = (f.parts[0], list(found).index(name))
+        earlier = [n for i, (n, g) in enumerate(found.items()) if g.rounded is not None and (g.rounded, i) < place]
         out += [f"Before it only rounding differs ({', '.join(earlier)})."] if earlier else ["All before it is equal."]
     elif not any(f.steps for f in found.values()):
         out += ["", "Both recorded nothing of the same steps: there is nothing to compare."]

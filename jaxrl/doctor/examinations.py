@@ -92,8 +92,18 @@ def machine() -> list[Line]:
         few = free < (1 if what == "shared memory" else RUNS_IN_GB)
         why = " (a run keeps 3 checkpoints, each three times its model in fp32)" * (few and what != "shared memory")
         out.append(Line("note" if few else "ok", f"{what}: {free:.1f} GB free{why}"))
-    out += [Line("ok", f"{key}={value}") for key, value in sorted(os.environ.items()) if VARIABLES.match(key)]
+    out += [Line("ok", f"{key}={_shown(key, value)}") for key, value in sorted(os.environ.items())
+            if VARIABLES.match(key)]
     return out
+
+
+def _shown(name: str, value: str) -> str:
+    """Returns the value of an environment variable, <redacted> as a whole if its name is that of a secret."""
+    try:
+        from jaxrl.config.load import redacted_tree
+    except ImportError:  # a package that jaxrl.config.load needs is missing; doctor.redact leaves out the line
+        return "<redacted>"
+    return redacted_tree({name: value})[name]
 
 
 def _lines(path: str) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 import threading
 import time
 
+PRINT_SECONDS = 2.0
 _leaving = threading.Lock()
 
 
@@ -29,9 +31,19 @@ def time_limit(seconds: float, text: str):
 
 def leave(text: str, status: int = 1) -> None:
     """Ends the process with this exit status, from any thread, after printing the text as a last line on standard
-    error; nothing is flushed or cleaned up."""
-    os.write(2, f"\njaxrl: {text}\n".encode())
+    error, where it can be written; nothing is flushed or cleaned up."""
+    print_last(text)
     os._exit(status)
+
+
+def print_last(text: str) -> None:
+    """Writes a line to standard error before a forced exit, from any thread or signal handler. A reader that has gone
+    raises nothing, and one that does not read delays it by PRINT_SECONDS."""
+    poll = select.poll()  # a full pipe blocks a write for as long as its reader sleeps
+    poll.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        if poll.poll(PRINT_SECONDS * 1000):
+            os.write(2, f"\njaxrl: {text}\n".encode()[:select.PIPE_BUF])
 
 
 def leave_with_main_thread() -> None:

@@ -11,7 +11,6 @@ Every entry acts once in the process that reaches its point. An empty plan costs
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jaxrl.errors import ConfigError
+from jaxrl.processes.deadline import leave, print_last
 
 log = logging.getLogger("jaxrl")
 
@@ -222,7 +222,7 @@ class GracefulStop:
         if self.starting and first:
             raise InterruptedAtStart(number)
         if first:
-            _say(f"{name}: saving, then exiting" + " (Ctrl-C again exits at once)" * (number == signal.SIGINT))
+            print_last(f"{name}: saving, then exiting" + " (Ctrl-C again exits at once)" * (number == signal.SIGINT))
 
     def _watch(self, pipe: int) -> None:
         """Reads signals from the pipe in a thread: Python's handlers wait for compiled code to return, the bytes in
@@ -273,14 +273,5 @@ class GracefulStop:
         return self.requested
 
 
-def _say(text: str) -> None:
-    """Prints with os.write, since a handler may interrupt print or logging while they hold their
-    lock. SIGHUP: no terminal.
-    """
-    with contextlib.suppress(OSError):
-        os.write(2, f"\njaxrl: {text}\n".encode())
-
-
 def _leave(what: str, newest: str, number: int) -> None:
-    _say(f"{what}; {newest}")
-    os._exit(128 + number)
+    leave(f"{what}; {newest}", 128 + number)

@@ -13,12 +13,12 @@ import os
 import re
 import selectors
 import socket
-import sys
 import threading
 import time
 from typing import NamedTuple
 
 from jaxrl.errors import RunStopped
+from jaxrl.processes.deadline import print_last
 
 GREETING_WORD = "jaxrl"
 RETURN_SECONDS = 10.0  # within which a process whose connection broke may reconnect
@@ -281,7 +281,7 @@ class JoinWatch:
     def _stop(self, process: int, line: str) -> None:
         """Tells the others, gives them a moment (with process 0 goes the coordinator, and then jax aborts them), and
         ends this process."""
-        print(f"jaxrl: stopped: {line[5:]}", file=sys.stderr, flush=True)
+        print_last(f"stopped: {line[5:]}")
         others = [connection for i, connection in self._connections.items() if i != process]
         for connection in others:
             _say(connection, line)

@@ -9,6 +9,7 @@ store carries our messages.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.processes.deadline import print_last
 from jaxrl.processes.greeting import PeerLost, Place, greet_all, listen_address
 
 log = logging.getLogger("jaxrl")
@@ -36,11 +38,11 @@ def find_place(options, environ=os.environ) -> Place | None:
     """Reads this process's rank and coordinator from `config.launch` or the environment; None for a single-process run.
 
     options: config.launch; its `hosts` chooses the source. With auto, launch.coordinator, launch.processes above 1 or
-    $JAXRL_COORDINATOR make it explicit (kubernetes, if $JOB_COMPLETION_INDEX is there); launch.process or
-    $JAXRL_PROCESSES alone are not looked at. With tpu there is a Place even if the environment names one host or none:
-    jax may find others, by the machine's metadata or in further slices.
+    $JAXRL_COORDINATOR make it explicit (kubernetes, if $JOB_COMPLETION_INDEX is there). With tpu there is a Place even
+    if the environment names one host or none: jax may find others, by the machine's metadata or in further slices.
 
-    Raises ConfigError if the source lacks a value, for a variable that is no number, and, except for tpu, for a
+    Raises ConfigError if the source lacks a value, with auto also if nothing but launch.process, $JAXRL_PROCESSES or
+    $JAXRL_PROCESS speaks of several processes, for a variable that is no number, and, except for tpu, for a
     coordinator that is not host:port and a rank beyond the number of processes.
     """
     choice = options.hosts
@@ -51,6 +53,8 @@ def find_place(options, environ=os.environ) -> Place | None:
                   "slurm" if "SLURM_STEP_NODELIST" in environ and "SLURM_STEP_NUM_TASKS" in environ
                   and _number(environ, "SLURM_STEP_NUM_TASKS", "auto") > 1 else
                   "tpu" if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else "none")
+        if choice == "none":
+            _check_single(options, environ)
     if choice == "none":
         return None
     if choice == "tpu":
@@ -63,6 +67,17 @@ def find_place(options, environ=os.environ) -> Place | None:
         raise ConfigError(f"launch.process={place.process} of launch.processes={place.processes} ({choice}): processes "
                           "are numbered from 0")
     return place if place.processes > 1 else None
+
+
+def _check_single(options, environ) -> None:
+    """Raises ConfigError for a process that is one of several by its number or their count, and has no coordinator."""
+    count = options.processes or _number({"JAXRL_PROCESSES": "1", **environ}, "JAXRL_PROCESSES", "auto")
+    number = options.process if options.process >= 0 else _number({"JAXRL_PROCESS": "0", **environ}, "JAXRL_PROCESS",
+                                                                  "auto")
+    if count != 1 or number:
+        raise ConfigError(f"this is process {number} of {count} by launch.process and launch.processes, or by"
+                          " $JAXRL_PROCESS and $JAXRL_PROCESSES, without a coordinator: set launch.coordinator or"
+                          " $JAXRL_COORDINATOR to host:port of process 0, or launch.hosts=none for a run of one process")
 
 
 def _number(environ, name: str, source: str) -> int:
@@ -275,8 +290,9 @@ class Peers:
         returns; another status ends this process with it, after the others could read why."""
         if self.count == 1:
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # its reader has gone
+                stream.flush()
         if status == 0:
             self._watch.stop()
             jax.distributed.shutdown()
@@ -341,8 +357,9 @@ class Watch(threading.Thread):
             if posts and peers.failure is None:
                 peers.failure, end = self._news(posts), time.monotonic() + GRACE_SECONDS
             if time.monotonic() > end:
-                print(f"jaxrl: stopped: {peers.failure}", file=sys.stderr, flush=True)
-                client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
+                print_last(f"stopped: {peers.failure}")
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    client.key_value_set(f"jaxrl/left/{peers.index}", "", allow_overwrite=True)
                 os._exit(1)
 
     def _listen(self, entries) -> None:

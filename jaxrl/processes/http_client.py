@@ -80,7 +80,7 @@ def fetch(request: urllib.request.Request | str, seconds: float, longest: int = 
       urllib.error.HTTPError: a status other than success, including redirects.
       TimeoutError: no complete reply in time.
       ValueError: the reply is longer.
-      OSError and http.client's errors: no reply.
+      OSError and http.client's errors: no reply, or one that ends early.
     """
     parts, size = [], 0
     try:
@@ -90,6 +90,8 @@ def fetch(request: urllib.request.Request | str, seconds: float, longest: int = 
                 size += len(part)
                 if size > longest:
                     raise ValueError(f"a reply of more than {longest} bytes")
+            if reply.length:  # of Content-Length; read1 raises nothing at an early end
+                raise http.client.IncompleteRead(b"".join(parts), reply.length)
     except TimeoutError:
         raise TimeoutError(f"no complete reply within {seconds:g} s") from None
     return b"".join(parts)

@@ -35,9 +35,9 @@ class Anomaly(NamedTuple):
     """A metric of one step far from its usual values.
 
     Attributes:
-      called: what the metric is, in words; of `hacked` what happened. usual: median of the steps before; of `hacked`
-        the best accuracy.
-      deviations: absolute number of robust deviations from it; inf where none can be given.
+      called: what the metric is, in words; of `hacked` what happened. usual: median of the steps before, NaN where none
+        was usual; of `hacked` the best accuracy.
+      deviations: absolute number of robust deviations from it; inf where none can be given, as for NaN.
     """
 
     step: int
@@ -51,28 +51,32 @@ class Anomaly(NamedTuple):
     def text(self) -> str:
         """The anomaly as text for messages."""
         far = f", {self.deviations:.0f} deviations away" if np.isfinite(self.deviations) else ""
-        return f"{self.called} ({self.name}) is {self.value:.4g}, usual were {self.usual:.4g}{far}"
+        usual = "" if np.isnan(self.usual) else f", usual were {self.usual:.4g}"
+        return f"{self.called} ({self.name}) is {self.value:.4g}{usual}{far}"
 
 
 def deviations(value, others, floor: float = 0.0) -> tuple[float, float]:
     """Returns (signed number of robust deviations of a value from the median of others, that median).
 
     A deviation is 1.4826 times the median distance of `others` to their median, or SLACK of the median if that is more.
-    Where it is 0, the number is 0 for the median itself, else infinite.
+    Where it is 0, the number is 0 for the median itself, else infinite. It is infinite for NaN.
 
     value: a number. others: [n] finite floats, n > 0. floor: smallest difference that counts as LIMIT deviations."""
     middle = float(np.median(others))
     spread = max(1.4826 * float(np.median(np.abs(others - middle))), SLACK * abs(middle), floor / LIMIT)
     apart = float(value) - middle
+    if np.isnan(apart):
+        return np.inf, middle
     return (apart / spread if spread else np.copysign(np.inf, apart) if apart else 0.0), middle
 
 
 def of_run(lines: list[dict]) -> list[Anomaly]:
     """Returns the anomalies in lines of metrics.jsonl, sorted by step and metric, with those of `hacked`.
 
-    Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on. Later steps are not compared
-    with an anomalous one, unless NEW steps before it were anomalous, too. A learning rate counts only from twice the
-    largest usual one on, since it rises during warm-up.
+    Each metric of WATCHED is compared with its WINDOW usual values before, from LEAST on; a number that is not finite
+    is anomalous wherever it stands (its usual value is NaN before the first finite one). Later steps are not compared
+    with an anomalous one, unless NEW finite steps before it were anomalous, too. A learning rate counts only from twice
+    the largest usual one on, since it rises during warm-up.
 
     lines: metric -> value, and `step`, of each line in order."""
     out = []
@@ -81,15 +85,17 @@ def of_run(lines: list[dict]) -> list[Anomaly]:
         warm = name == "optim/lr"  # rises during warm-up
         usual, in_a_row = [], 0
         for step, value in rows:
-            stands = False
-            if len(usual) >= LEAST:
+            stands, away, middle = not np.isfinite(value), np.inf, float(np.median(usual[-WINDOW:] or [np.nan]))
+            if len(usual) >= LEAST and not stands:
                 away, middle = deviations(value, np.array(usual[-WINDOW:]), floor)
-                stands = not np.isfinite(value) or away > LIMIT or (falls and away < -LIMIT)
+                stands = away > LIMIT or (falls and away < -LIMIT)
                 stands = stands and not (warm and value < 2 * max(usual))
             if stands:
                 out.append(Anomaly(step, name, called, value, middle, abs(away)))
+            if not np.isfinite(value):
+                continue
             in_a_row = in_a_row + 1 if stands else 0
-            if not stands or (in_a_row > NEW and np.isfinite(value)):
+            if not stands or in_a_row > NEW:
                 usual.append(value)
     return sorted([*out, *hacked(lines)], key=lambda a: (a.step, a.name))
 
@@ -100,10 +106,9 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
     out, best = [], None  # (accuracy, reward)
     reward = 0.0
     for line in lines:
-        reward = float(line.get("reward/mean", reward))
-        if (held := line.get("eval/accuracy")) is None:
+        reward = now if np.isfinite(now := float(line.get("reward/mean", reward))) else reward
+        if not np.isfinite(held := float(line.get("eval/accuracy", np.nan))):
             continue
-        held = float(held)
         if best is None or held >= best[0]:
             best = (held, reward)
         elif best[0] - held >= HACKED and reward > best[1]:

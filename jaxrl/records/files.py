@@ -26,6 +26,8 @@ from jaxrl.telemetry.run_dir import write_atomic
 FOLDER, HEADER = "record", "header.json"
 THUMBNAILS = "images"  # folder of a run directory, see data.images.thumbnails
 FORMAT = 1  # raised when an older jaxrl could not read what a newer one writes
+# what reading a damaged file may raise: a flipped bit may ask for a compression that there is not, or for a password
+DAMAGED = (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error)
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{16})\.npz")
 
 
@@ -110,7 +112,7 @@ def header(path) -> dict:
         if not isinstance(found, dict):
             raise ValueError("it is no table")
         return found
-    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, OSError, EOFError) as e:
+    except DAMAGED as e:
         raise ConfigError(f"{path}: damaged: its header cannot be read ({type(e).__name__}: {e})") from None
 
 
@@ -164,7 +166,7 @@ def _damage(content: bytes) -> str:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as file:
             broken = [name.removesuffix(".npy") for name in file.namelist() if not _whole(file, name)]
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, UnicodeError) as e:
+    except DAMAGED as e:
         return f"its table of contents: {e}"
     return f"in {', '.join(broken)}" if broken else "between its arrays"
 
@@ -172,8 +174,8 @@ def _damage(content: bytes) -> str:
 def _whole(file, name) -> bool:
     try:
         file.read(name)
-    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, RuntimeError, IndexError):
-        return False  # a flipped bit may ask for a method or a password that there is not, too: a RuntimeError
+    except DAMAGED:
+        return False
     return True
 
 

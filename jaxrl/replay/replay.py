@@ -115,8 +115,10 @@ def run(config, inputs=None) -> dict:
     inputs: what the run was started with from Python (PythonInputs), or None.
 
     Returns the entries of summary.json: `replay` with a verdict for each step, and `tried` for the settings of
-    replay.try. Raises ConfigError for steps that cannot be computed again (Plan)."""
+    replay.try. Raises ConfigError for steps that cannot be computed again (Plan), also if none can."""
     plan, found, tried = Plan(config), [], []
+    if not plan.wanted:
+        raise ConfigError(f"replay.run={config.run.dir!r}: no recorded step can be computed again: {plan.no_start()}")
     with contextlib.ExitStack() as open_ones:
         for start, wanted in plan.chains():
             open_ones.close()
@@ -215,6 +217,12 @@ class Plan:
                 self._verified[path] = False
         return self._verified[path]
 
+    def no_start(self) -> str:
+        """Returns why a recorded step cannot be computed again, for messages, with the remedy."""
+        return (f"there is no whole checkpoint in {self.checkpoints} from which every step up to it is recorded; "
+                f"recorded are {ranges(list(self.paths))}. record.every=1 records all, checkpoint.keep=-1 keeps all "
+                "checkpoints")
+
     def chains(self) -> list[tuple[int, list[int]]]:
         """Returns [(checkpoint to start from, requested steps after it)] that cover all requested steps.
 
@@ -224,10 +232,7 @@ class Plan:
         for step in self.wanted:
             start = self.nearest(step)
             if start is None:
-                raise ConfigError(f"{self._steps}: step {step} cannot be computed again: "
-                                  f"there is no whole checkpoint in {self.checkpoints} from which every step up to it "
-                                  f"is recorded; recorded are {ranges(list(self.paths))}. record.every=1 records all, "
-                                  "checkpoint.keep=-1 keeps all checkpoints")
+                raise ConfigError(f"{self._steps}: step {step} cannot be computed again: {self.no_start()}")
             if out and out[-1][1][-1] >= start and self._config(out[-1][1][-1]) == self._config(step):
                 out[-1][1].append(step)
             else:

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrl.config.load import flat
 from jaxrl.errors import ConfigError
+from jaxrl.telemetry.names import CLOCKED
 from jaxrl.telemetry.run_dir import read_json
-from jaxrl.telemetry.sinks import CLOCKED
 
 
 @dataclasses.dataclass

@@ -47,6 +47,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import os
 import signal
 import threading
@@ -122,8 +123,9 @@ def parse(argv: list[str]) -> Options:
             raise ConfigError(f"--{name}={getattr(options, name)}: choose {' or '.join(choices)}")
     for name, least in (("rank", 0), ("together", 1), ("max_length", 2), ("alpha", 1e-9), ("port", 0),
                         ("image_tokens", 0)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}")
+        if not least <= getattr(options, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least:g}, and "
+                              "finite")
     if not options.rank and options.unembed != "train":
         raise ConfigError(f"--unembed={options.unembed}: --rank=0 trains all parameters, the output matrix too; leave "
                           "it out")
@@ -287,6 +289,7 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
     """Notes what the runs of a folder depend on, in base.json, or raises ConfigError if it differs from what was noted;
     a rank above the noted one takes its place. The folder must exist. digest: of the base's parameters.
     """
+    from jaxrl.service.files import write
     from jaxrl.telemetry.run_dir import read_json
 
     file = folder / "base.json"
@@ -308,7 +311,8 @@ def check_folder(folder: Path, options: Options, digest: str) -> None:
     if (unembed := was.get("unembed", "leave-out")) != options.unembed:
         raise ConfigError(f"--unembed={options.unembed}: the runs in {folder} were trained with --unembed={unembed}; "
                           "set that, or choose another --dir")
-    file.write_text(json.dumps(now) + "\n", "utf-8")
+    if not file.exists() or was != now:
+        write(file, (json.dumps(now) + "\n").encode())
 
 
 def serve(server: Server, options: Options) -> None:

@@ -135,8 +135,9 @@ def read(kind: str, body: dict, where: str = "") -> dict:
                 raise Refused(422, f"{where}.{name} is missing; send {WORDS.get(field.kind, 'a value')}")
             out[name] = field.default
             continue
-        wrong = isinstance(value, bool) and field.kind in (INTEGER, NUMBER) or not isinstance(value, field.kind)
-        if wrong or isinstance(value, (int, float)) and not field.low <= value < field.high:
+        bounded = field.kind in (INTEGER, NUMBER)
+        wrong = bounded and isinstance(value, bool) or not isinstance(value, field.kind)
+        if wrong or bounded and not field.low <= value < field.high:
             bounds = f" from {field.low:.0f} to below {field.high:.0f}" * (not wrong)
             raise Refused(422, f"{where}.{name}={str(value)[:80]!r}: expected {WORDS[field.kind]}{bounds}")
         if name in ("user_metadata", "display_name", "tags") and len(json.dumps(value)) > MOST_NOTES:

@@ -1,9 +1,15 @@
-"""Makes files survive a power failure: their contents, then their names. Called by journal, snapshots and store."""
+"""Makes files survive a power failure: their contents, then their names. Called by app, journal, snapshots and store."""
 
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from pathlib import Path
+
+# what reading a damaged .npz may raise: a flipped bit may ask for a compression that there is not, or for a password
+DAMAGED = (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, SyntaxError, zipfile.BadZipFile,
+           zlib.error)
 
 
 def sync_folder(folder: Path) -> None:
@@ -22,6 +28,16 @@ def sync_tree(folder: Path) -> None:
             with open(Path(path) / name, "rb") as f:
                 os.fsync(f.fileno())
         sync_folder(Path(path))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file at once: after a kill or a power failure it has its old or its new content."""
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    replace(temporary, path)
 
 
 def replace(temporary: Path, path: Path) -> None:

@@ -167,12 +167,13 @@ class Operations:
             self.promises = {name: p for name, p in self.promises.items()
                              if not p.future.done() or now - p.made < RESULTS_SECONDS}
             if self.journal is not None and self.journal.bytes > JOURNAL_BYTES:
-                self.compact({name for name, p in self.promises.items() if p.future.done()})
+                self.compact()
 
-    def compact(self, done) -> None:
+    def compact(self) -> None:
         """Drops from the journal requests and results that are older than RESULTS_SECONDS and that nothing needs again;
-        of such requests that are younger, the bodies alone. done: names of requests that have a result."""
+        of such requests that are younger, the bodies alone."""
         young = time.time() - RESULTS_SECONDS
+        unanswered = {name for name, p in self.promises.items() if not p.future.done()}
 
         def needed(record: Record) -> Record | None:
             header = record.header
@@ -181,7 +182,7 @@ class Operations:
             sampler = (header.get("json") or {}).get("sampling_session_id")
             if sampler and self.snapshots.has_version(sampler):
                 return record
-            waits = header["name"] not in done
+            waits = header["name"] in unanswered
             if "run" in header:
                 waits = header["number"] >= self.snapshots.next(header["run"])
             if waits:
@@ -217,8 +218,8 @@ class Operations:
         def begin(future, recorded):
             try:
                 work = prepare()
-            except Refused as e:
-                work = _failing(e)
+            except Exception as e:  # uses the number up, whatever it is
+                work = _failing(refusal(e, title))
             record = self._recorder(name, run=model_id, number=number)
             if recorded is not None:
                 record = _nothing
@@ -342,9 +343,9 @@ class Operations:
 
             def work(run):
                 loaded = self._load(address, about, b["optimizer"])
-                self.models[model_id].options = loaded.options
                 answer = {"path": b["path"], "model_id": model_id, "type": "load_weights"}
                 if run is None:
+                    self.models[model_id].options = loaded.options
                     return loaded, answer
                 if loaded.options._replace(seed=0) != run.options._replace(seed=0):
                     raise Refused(422, f"path={b['path']!r} has the adapter {loaded.options}, the run {run.options}: "
@@ -585,16 +586,15 @@ def settle(future: Future, record: Record) -> None:
 
 def _answer(done: Future, future: Future, record: Callable[[Any], None]) -> None:
     """Serialises the samples of a job, writes them down, and gives them to the future of its promise."""
-    if (error := done.exception()) is not None:
-        reason = refusal(error, "asample")
-        if reason.status != 503:
-            record(reason)
-        future.set_exception(reason)
-        return
-    samples, logprobs = done.result()
-    result = wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs))
+    result: Any = None
     try:
-        record(result)
+        samples, logprobs = done.result()
+        result = wire.sample_response(samples, None if logprobs is None else np.asarray(logprobs))
+    except Exception as e:
+        result = refusal(e, "asample")
+    try:
+        if not isinstance(result, Refused) or result.status != 503:
+            record(result)
     except OSError as e:  # a restart draws the same samples again
         log.warning("journal: %s; free space on the disk", e)
-    future.set_result(result)
+    (future.set_exception if isinstance(result, Refused) else future.set_result)(result)

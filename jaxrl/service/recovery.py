@@ -36,9 +36,9 @@ def recover(operations: Operations, journal: Journal) -> None:
             again += _request(operations, record)
         elif sampler := (header.get("json") or {}).get("sampling_session_id"):
             operations.begin_sampling_session(sampler, SamplingSession(sampler, None))
-    recorded, operations.recorded = operations.recorded, None
+    operations.recorded = None
     operations.snapshots.prune(operations.most_versions)
-    operations.compact(recorded)
+    operations.compact()
     if operations.sessions:
         log.info("recovered %d sessions and %d runs in %.1f s; %d requests run again or for the first time",
                  len(operations.sessions), len(operations.models), time.monotonic() - begin, again)

@@ -137,7 +137,8 @@ class Sampler:
         if mine := [key for key, job in self._running.items() if job.id == job_id]:
             self.engine.abort(mine)
         for job in {job for job in (*self._waiting, *self._running.values()) if job.id == job_id}:
-            job.future.set_exception(Refused(422, "asample: the client cancelled it"))
+            if not job.future.done():
+                job.future.set_exception(Refused(422, "asample: the client cancelled it"))
         self._waiting = deque(job for job in self._waiting if job.id != job_id)
         self._running = {key: job for key, job in self._running.items() if job.id != job_id}
 
@@ -192,7 +193,7 @@ class Sampler:
         except Exception:
             self._waiting.extendleft(reversed(jobs))  # `fail` ends them
             raise
-        for job in jobs:
+        for k, job in enumerate(jobs):
             requests = [Request(f"{job.id}/{i}", job.prompt, job.params, sample_seed(job.seed, job.id, i),
                                 pictures=job.pictures)
                         for i in range(job.count)]
@@ -201,6 +202,9 @@ class Sampler:
             except ValueError as e:
                 job.future.set_exception(Refused(422, f"asample: {e}"))
                 continue
+            except Exception:
+                self._waiting.extendleft(reversed(jobs[k:]))  # `fail` ends them
+                raise
             job.samples, job.missing = [None] * job.count, job.count
             self._running |= {request.id: job for request in requests}
 
@@ -230,7 +234,7 @@ class Sampler:
             job.logprobs = np.concatenate([np.full(first, np.nan, np.float32), found[start:][first:len(job.prompt)]])
 
     def _finish(self, result) -> None:
-        job = self._running.pop(result.id, None)
+        job = self._running.get(result.id)  # until the result is in it, or `fail` would miss the job
         if job is None:
             return
         if (result.versions != self._count).any():
@@ -239,10 +243,12 @@ class Sampler:
                 job.future.set_exception(Refused(
                     500, f"asample: the engine sampled from the weights {versions}, not from {self._count}, which were "
                     "asked for: nothing of it is answered"))
+            del self._running[result.id]
             return
         index = int(result.id.rpartition("/")[2])
         job.samples[index] = (result.tokens, result.logprobs, result.finish)
         job.missing -= 1
+        del self._running[result.id]
         if not job.missing and not job.future.done():
             job.future.set_result((job.samples, job.logprobs))
 

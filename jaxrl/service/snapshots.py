@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.service.files import replace
+from jaxrl.service.files import DAMAGED, replace
 from jaxrl.service.trainer import LoraOptions
 
 ABOUT = "about"
@@ -129,6 +128,6 @@ def _read(path: Path, names: tuple[str, ...] = ()) -> dict | None:
             return {name: found[name] for name in names or found.files}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, zipfile.BadZipFile) as e:
-        raise OSError(f"{path}: {e}; the snapshot is damaged: restore the file, or move it away and lose "
-                      "this run") from None
+    except DAMAGED as e:
+        raise OSError(f"{path}: {type(e).__name__}: {e}; the snapshot is damaged: restore the file, or move it away and"
+                      " lose this run") from None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.service.files import replace, sync_tree
+from jaxrl.service.files import DAMAGED, replace, sync_tree
 from jaxrl.service.owners import is_visible
 from jaxrl.service.refusals import Refused
 
@@ -120,13 +120,16 @@ class Store:
 
     def moments(self, address: Address) -> dict[str, np.ndarray]:
         """Returns the optimizer's arrays by name: "count", "mu/<name>", "nu/<name>". Raises Refused: 404 as `about`,
-        422 if the weights have none."""
+        422 if the weights have none, or it is damaged."""
         self.about(address)
         try:
             with np.load(self._of(address) / OPTIMIZER, allow_pickle=False) as found:
                 return {name: found[name] for name in found.files}
-        except OSError:
+        except FileNotFoundError:
             raise Refused(422, f"path={str(address)!r} has no optimizer state: load it without the optimizer") from None
+        except DAMAGED as e:
+            raise Refused(422, f"path={str(address)!r}: its optimizer state is damaged ({type(e).__name__}: {e}): load "
+                          "it without the optimizer") from None
 
     def delete(self, address: Address) -> None:
         """Deletes weights from the disk. Raises Refused (404) as `about`."""

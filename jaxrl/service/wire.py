@@ -149,18 +149,31 @@ def parse_forward_backward(body: bytes) -> ForwardBackward:
     """Parses a request, but not its data: model and number are known even if the data are bad. `read_data` checks
     those.
 
-    Raises Refused (400) for a body that is no such message, and for fields of a newer SDK in the message itself; in
-    its data they are not seen.
+    Raises Refused (400) for a body that is no such message, and for fields of a newer SDK in the message or its data.
     """
     message = parse("ForwardBackwardRequest", body)
-    if unknown := sorted({field.field_number for field in UnknownFieldSet(message)}):
-        raise Refused(400, f"forward_backward: field number {unknown[0]} of the message is not known here; it is of a "
-                      "newer SDK, and this server ignores nothing: leave the option out that sets it")
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise Refused(400, f"forward_backward: {_unknown(parse('ForwardBackwardRequest', body))} is not known here; it "
+                      "is of a newer SDK, and this server ignores nothing: leave the option out that sets it")
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
     return ForwardBackward(message.model_id, message.seq_id, message.data, message.loss_fn, config,
                            message.forward_only)
+
+
+def _unknown(message, where: str = "") -> str:
+    """Names the first unknown field of a message and of those in it; "" = there is none."""
+    for field in UnknownFieldSet(message):
+        return f"field number {field.field_number} of {where or 'the message'}"
+    for field, value in message.ListFields():
+        inner = value.values() if hasattr(value, "values") else value if hasattr(value, "__len__") else (value,)
+        for i, one in enumerate(inner if field.message_type else ()):
+            if hasattr(one, "ListFields") and (found := _unknown(one, f"{where}.{field.name}[{i}]".lstrip("."))):
+                return found
+    return ""
 
 
 def read_data(data, most: int, longest: int) -> list[Datum]:

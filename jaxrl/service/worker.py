@@ -193,6 +193,8 @@ class Worker:
                 self._hand_over(group[0].task)
             elif group:
                 self._run(group)
+            else:
+                self._close_gaps()
             if self.sampler.busy:
                 self._sample()
             elif not group:
@@ -210,7 +212,6 @@ class Worker:
             if self._free:
                 return [Turn("", Line(), self._free.popleft())]
             if not (ready := self._ready()):
-                self._close_gaps()
                 return []
             self._clock = max(self._clock, self._lines[ready[0]].served)
             group = [self._pop(ready[0])]
@@ -247,16 +248,29 @@ class Worker:
         return sorted(ready, key=lambda model_id: max(self._lines[model_id].served, self._clock))
 
     def _close_gaps(self) -> None:
-        """Fails tasks whose predecessor has not come in GAP_SECONDS, and goes on behind them."""
-        for line in self._lines.values():
-            if line.held and time.monotonic() - min(task.since for task in line.held.values()) > GAP_SECONDS:
-                missing, last = line.next, max(line.held)
-                why = (f"request {missing} of this run has not come in {GAP_SECONDS:g} s, so those behind it cannot "
+        """Fails tasks whose predecessor has not come in GAP_SECONDS, and goes on behind them, also after a restart."""
+        closed = []
+        with self._change:
+            for model_id, line in self._lines.items():
+                held, now = list(line.held.values()), time.monotonic()
+                if not held or line.next in line.held or now - min(task.since for task in held) <= GAP_SECONDS:
+                    continue
+                why = (f"request {line.next} of this run has not come in {GAP_SECONDS:g} s, so those behind it cannot "
                        "run in order; its gradients were dropped")
-                for task in line.held.values():
-                    task.future.set_exception(Refused(422, f"{task.name}: {why}"))
-                line.held, line.next = {}, last + 1
+                line.held, line.next = {}, max(line.held) + 1
                 self._drop_gradients(line, why)
+                closed.append((Turn(model_id, line, held[0]), held))
+        for turn, held in closed:
+            reasons = [Refused(422, f"{task.name}: {turn.line.failure}") for task in held]
+            for task, reason in zip(held, reasons, strict=True):
+                task.record(reason, None)
+            try:
+                self._load(turn)
+            except Exception as e:  # it was not created, or cannot be read: its next task is told so
+                log.warning("service: %s is not saved behind a gap of its requests: %s", turn.model_id, e)
+            self._snapshot(turn.model_id, turn.line)
+            for task, reason in zip(held, reasons, strict=True):
+                task.future.set_exception(reason)
 
     def _run(self, group: list[Turn]) -> None:
         begin = time.monotonic()
@@ -352,7 +366,7 @@ class Worker:
             self.trainer.empty_window(line.run)
 
     def _snapshot(self, model_id: str, line: Line) -> None:
-        if line.run is not None and line.seconds:
+        if line.run is not None and (line.seconds or line.dropped):
             self.snapshots.save(model_id, line.run, line.next, line.failure)
             line.seconds, line.dropped = 0.0, False
 

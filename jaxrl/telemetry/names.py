@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 class Metric(NamedTuple):
     """One metric. A `header` makes it a console column, shown by its `format` (console.show). Columns of the highest
-    `rank` are dropped first on a narrow terminal.
+    `rank` are dropped first on a narrow terminal. clocked: it depends on time, so that equal runs differ in it.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Metric(NamedTuple):
     header: str = ""
     format: str = ""
     rank: int = 0
+    clocked: bool = False
 
 
 METRICS: tuple[Metric, ...] = (
@@ -159,35 +160,36 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/<control>/<name>", "accuracy, mean@k and pass@k of the set's rows with other pictures (eval.controls)"),
     Metric("eval/<name>", "mean@k and pass@k over all sets; eval/<set>/<name> for one set, also length, truncation, failures and the "
            "rewards' total"),
-    # time, and what belongs to one process: everything below lives under the key "time" of a metrics.jsonl line
-    Metric("time/step", "seconds of the step (SFT: of a mean one of the line), saving and evaluating included", "s/step", "seconds"),
-    Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step"),
+    # time, and what belongs to one process; those that are clocked live under the key "time" of a metrics.jsonl line
+    Metric("time/step", "seconds of the step (SFT: of a mean one of the line), saving and evaluating included", "s/step", "seconds", clocked=True),
+    Metric("time/<phase>", "seconds in one phase; the phases and `other` add up to time/step", clocked=True),
     Metric("time/tokens_per_second", "rollout/tokens per second of the step less its eval, checkpoint and export",
-           "tok/s", "count"),
+           "tok/s", "count", clocked=True),
     Metric("engine/<name>", "vLLM, summed over servers: running, waiting, kv_cache_use, preemptions, prefix_queries, "
            "prefix_hits as its engines count them, absent while a ready server does not report them; restarts, reissued "
            "requests, servers_lost, given_up requests of this run, unrouted completions, whose experts did not arrive whole"),
-    Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights"),
-    Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds"),
+    Metric("publish/seconds", "vLLM: seconds until every server confirmed the new weights", clocked=True),
+    Metric("publish/gb_per_second", "vLLM: bytes of the weights over those seconds", clocked=True),
     Metric("publish/probe", "vLLM: mean difference in nats between the probe's log-probs and the trainer's"),
-    Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps"),
+    Metric("time/compiled_programs", "programs this process has compiled for the sampler; stops growing after some steps", clocked=True),
     Metric("time/compilations", "programs of any kind that the work waited for, compiled or fetched from the cache, since the last line; "
-           "0 after the first steps"),
-    Metric("time/compilations_background", "sampler's programs that a background thread compiled since the last line"),
+           "0 after the first steps", clocked=True),
+    Metric("time/compilations_background", "sampler's programs that a background thread compiled since the last line", clocked=True),
     Metric("flops/<phase>", "operations that rollout, score and update needed, on all devices: no padding, nothing twice"),
     Metric("perf/mfu", "share of the chip's peak at which the step's operations were done, its eval, checkpoint and export left out; "
-           "absent for CPUs and unknown chips", "MFU", "percent", 2),
-    Metric("perf/<phase>_mfu", "the same for the seconds of one phase: rollout, score, update"),
-    Metric("perf/tflops", "the step's operations per second and device, in TFLOP/s"),
-    Metric("perf/<phase>_tflops", "the same for the seconds of one phase"),
-    Metric("perf/tokens_per_second", "tokens of prompts and completions per second and device, over the same seconds as perf/mfu"),
-    Metric("perf/update_tokens_per_second", "the same over the seconds of the update"),
-    Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine"),
-    Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker"),
-    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (no attempts left), waiting"),
-    Metric("time/wall", "Unix time at which the line was written"),
+           "absent for CPUs and unknown chips", "MFU", "percent", 2, clocked=True),
+    Metric("perf/<phase>_mfu", "the same for the seconds of one phase: rollout, score, update", clocked=True),
+    Metric("perf/tflops", "the step's operations per second and device, in TFLOP/s", clocked=True),
+    Metric("perf/<phase>_tflops", "the same for the seconds of one phase", clocked=True),
+    Metric("perf/tokens_per_second", "tokens of prompts and completions per second and device, over the same seconds as perf/mfu", clocked=True),
+    Metric("perf/update_tokens_per_second", "the same over the seconds of the update", clocked=True),
+    Metric("perf/env_engine_seconds", "mean seconds that an episode waited for the engine", clocked=True),
+    Metric("perf/env_environment_seconds", "mean seconds that it took beside that: its environment, and waiting for a worker", clocked=True),
+    Metric("upload/<name>", "folders times places of checkpoint.upload so far: done, failed (no attempts left), waiting", clocked=True),
+    Metric("time/wall", "Unix time at which the line was written", clocked=True),
 )
 NAMES: dict[str, str] = {m.name: m.meaning for m in METRICS}
+CLOCKED: tuple[str, ...] = tuple({m.name.partition("<")[0]: 0 for m in METRICS if m.clocked})  # beginnings of names
 COLUMNS: tuple[Metric, ...] = tuple(m for m in METRICS if m.header)
 
 # Of each RL step, in TensorBoard under histogram/<name>; from what the host holds anyway.

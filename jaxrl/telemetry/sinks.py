@@ -19,9 +19,8 @@ from typing import Any
 
 from jaxrl.config.user_code import imported
 from jaxrl.errors import ConfigError
+from jaxrl.telemetry.names import CLOCKED
 from jaxrl.telemetry.run_dir import dumps, write_atomic
-
-CLOCKED = ("time/", "perf/", "upload/")
 
 
 def adds_up(name: str) -> bool:
@@ -32,9 +31,10 @@ def adds_up(name: str) -> bool:
 class JsonLines:
     """metrics.jsonl: {"step": N, "<group/name>": value, ..., "time": {...}}, one line per step, steps growing.
 
-    Everything measured with a clock (time/name as "name", perf/name by its whole name) lives under "time", so that two
-    runs can be compared without it. A line is one system call, so a killed process leaves whole lines. Writing to the
-    newest step again merges into its line. Lines that the disk refuses are kept, and written before the next one.
+    Everything measured with a clock (names.CLOCKED; time/name as "name", others by their whole names) lives under
+    "time", so that two runs can be compared without it. A line is one system call, so a killed process leaves whole
+    lines. Writing to the newest step again merges into its line. Lines that the disk refuses are kept, and
+    written before the next one.
 
     Args:
       last_step: lines of later steps, and a broken last one, are dropped first (a resumed run writes them again).

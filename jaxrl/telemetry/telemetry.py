@@ -46,8 +46,8 @@ class Telemetry:
 
     metrics.jsonl is written at once; rollouts and each sink have a thread of their own, so that none waits for another.
     A sink that fails is logged once and tried again at the next step; one that hangs for FLUSH_SECONDS is disabled. No
-    sink ends the run. Lines of metrics that a full disk refuses are kept and tried again; `flush` raises while there
-    are any.
+    sink ends the run. Lines of metrics and rollouts that a full disk refuses are kept and tried again; `flush` raises
+    while there are any.
 
     Args:
       run_dir: created if need be; locked against a second run until `close`.
@@ -77,6 +77,8 @@ class Telemetry:
         self._sinks: dict[str, Any] = {}
         self._lock = self._lines = None
         self._closed, self._newest_rollouts = False, -1
+        self._refused: dict[Path, str] = {}  # rollouts that are not on disk; written by their thread alone
+        self._refusal: OSError | None = None
         self.earlier_rollouts: set[int] = set()  # steps whose rollouts an earlier process of this run wrote
         if not read_only:
             try:
@@ -134,7 +136,7 @@ class Telemetry:
             try:
                 self._lines.write(step, values)
             except OSError as e:
-                self._line_refused(step, self._lines.path, e)
+                self._is_refused(f"step {step}: {self._lines.path}", e)
         for name, sink in self._sinks.items():
             self._later(name, lambda sink=sink: sink.write(step, values))
         self._try("console", lambda: self.console.step(step, values))
@@ -142,24 +144,44 @@ class Telemetry:
             log.warning(warning)
         return values
 
-    def _line_refused(self, step: int, path: Path, error: OSError) -> None:
-        if "metrics.jsonl" not in self._failed:
-            self._failed.add("metrics.jsonl")
-            log.error("step %d: %s is not written: %s. Lines are kept and tried again at each step; no "
-                      "checkpoint counts before they are on disk", step, path, error.strerror)
+    def _is_refused(self, what: str, error: OSError) -> None:
+        if "the disk" not in self._failed:
+            self._failed.add("the disk")
+            log.error("%s is not written: %s. Metrics and rollouts are kept and tried again at each step; no "
+                      "checkpoint counts before they are on disk", what, error.strerror)
 
     def rollouts(self, step: int, records: list[dict]) -> None:
         """Writes rollouts/step_<step>.jsonl atomically, in a thread, unless log.rollouts is off; at step 1 and every
         SAMPLES_EVERY steps passes log.print_samples of them to the sinks as text. records: of rl.trajectories.records.
-        Raises OSError if the disk has accepted nothing for FLUSH_SECONDS.
+        Rollouts that the disk refuses are written with later ones. Raises OSError if it has accepted nothing for
+        FLUSH_SECONDS, or refused WAITING_STEPS steps.
         """
         if step == 1 or step % SAMPLES_EVERY == 0:
             for i, record in enumerate(sample_records(records, self._log.print_samples, self._seed, step)):
                 self.text(f"sample/train/{i}", sample_text(record), step)
         if self._log.rollouts and not self._silent:
+            if len(self._refused) >= WAITING_STEPS:
+                self._raise_refusal()
             self._newest_rollouts = max(self._newest_rollouts, step)
             file = self.run_dir / ROLLOUTS.format(step)
-            self._later("rollouts", lambda: write_atomic(file, "".join(dumps(r) + "\n" for r in records)))
+            self._later("rollouts", lambda: self._put(file, "".join(dumps(r) + "\n" for r in records)))
+
+    def _put(self, file: Path | None = None, text: str = "") -> None:
+        """Writes the rollouts that the disk refused earlier, and these, in their thread."""
+        self._refused |= {file: text} if file is not None else {}
+        for path, held in list(self._refused.items()):
+            try:
+                write_atomic(path, held)
+            except OSError as e:
+                self._refusal = e
+                self._is_refused(str(path), e)
+                return
+            del self._refused[path]
+
+    def _raise_refusal(self) -> None:
+        """Raises the OSError by which the disk refused rollouts, if some are not on disk."""
+        if (held := list(self._refused)) and (e := self._refusal) is not None:
+            raise OSError(e.errno, e.strerror, str(held[0]))
 
     def aside(self, action: Callable[[], object]) -> None:
         """Runs an action in the thread that writes rollouts, before the next `flush` returns; not in a silent
@@ -221,18 +243,20 @@ class Telemetry:
     def flush(self) -> None:
         """Waits until everything recorded so far is written. Called before each commit, also from its thread.
 
-        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl is not on disk or the
-        rollouts' thread is not done within that time; a file of rollouts that the disk refused was logged, and raises
-        nothing. Does nothing after `close`.
+        A sink that is not done within FLUSH_SECONDS is disabled. Raises OSError if metrics.jsonl or a file of
+        rollouts is not on disk, or the rollouts' thread is not done within that time. Does nothing after `close`.
         """
         if self._closed:  # a checkpoint may still be committing in its thread
             return
         for name, sink in self._sinks.items():
             if hasattr(sink, "flush"):
                 self._later(name, sink.flush)
+        if self._refused:
+            self._later("rollouts", self._put)
         self._wait()
         if self._lines is not None:
             self._lines.flush()
+        self._raise_refusal()
 
     def close(self) -> None:
         """Flushes, closes every sink, releases the run directory. May be called twice. Raises as `flush` does."""
@@ -241,10 +265,13 @@ class Telemetry:
         self._closed = True
         for name, sink in self._sinks.items():
             self._later(name, sink.close)
+        if self._refused:
+            self._later("rollouts", self._put)
         try:
             self._wait()
             if self._lines is not None:
                 self._lines.flush()
+            self._raise_refusal()
         finally:
             for actions in self._queues.values():
                 with contextlib.suppress(queue.Full):

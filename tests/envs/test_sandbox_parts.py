@@ -703,6 +703,8 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
             self.send_response(302 if self.path == "/elsewhere" else 200)
             if self.path == "/elsewhere":
                 self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/taken")
+            if self.path == "/short":
+                self.send_header("Content-Length", "20")
             self.end_headers()
             while self.path in ("/drips", "/long") and not stop.wait(0.01 if self.path == "/drips" else 0):
                 try:
@@ -710,7 +712,7 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
                     self.wfile.flush()
                 except OSError:
                     return
-            if self.path == "/taken":
+            if self.path in ("/taken", "/short"):
                 self.wfile.write(b"{}")
 
         def log_message(self, *_):
@@ -729,6 +731,8 @@ def test_an_answer_over_http_is_of_the_server_asked_in_time_and_of_a_size():
                 http_client.fetch(url(path), 0.5)
         with pytest.raises(ValueError, match="a reply of more than 100000 bytes"):
             http_client.fetch(url("long"), 60.0, 100_000)
+        with pytest.raises(http.client.IncompleteRead, match="2 bytes read, 18 more expected"):
+            http_client.fetch(url("short"), 60.0)
         near, far = socket.socketpair()
         with near, far:  # a read waits for what is left of the time
             reader = http_client._TimedReader(near.makefile("rb", 0), near, time.monotonic() + 1.0)

@@ -200,3 +200,19 @@ def test_the_old_handlers_come_back_and_other_threads_work_without_them():
     thread.start()
     thread.join()
     assert reasons == ["time limit"]
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep", "there"])
+def test_a_time_limit_ends_a_process_whatever_reads_its_errors(reader):
+    """A reader that has gone made the last line an error, before the exit; one that sleeps would block it."""
+    code = ("import os, time\nfrom jaxrl.processes import deadline\nos.set_blocking(2, False)\n"
+            "try:\n    while SLEEPS:\n        os.write(2, b'x' * 65536)\nexcept BlockingIOError:\n    os.set_blocking(2, True)\n"
+            "deadline.PRINT_SECONDS = 0.2\nwith deadline.time_limit(0.2, 'the disk hangs'):\n    time.sleep(60)\n")
+    process = subprocess.Popen([sys.executable, "-c", code.replace("SLEEPS", str(reader == "asleep"))], stderr=subprocess.PIPE)
+    if reader == "gone":
+        process.stderr.close()
+    try:
+        assert process.wait(timeout=30) == 1
+        assert reader != "there" or process.stderr.read() == b"\njaxrl: the disk hangs\n"
+    finally:
+        process.kill()

@@ -53,6 +53,8 @@ SLURM = {"SLURM_JOB_ID": "70001", "SLURM_STEP_NODELIST": "gpu[09-10,12]", "SLURM
 
 def test_where_a_process_stands():
     assert place({}) is None and place(LOCAL, hosts="none") is None
+    assert place({"JAXRL_PROCESSES": "1", "JAXRL_PROCESS": "0"}) is None and place({"JAXRL_PROCESSES": "2"}, processes=1, process=0) is None
+    assert place({"JAXRL_PROCESSES": "2"}, hosts="none") is None
     assert place(LOCAL) == ("explicit", "127.0.0.1:4000", 4, 2, ())
     assert place({}, coordinator="a:1", processes=2, process=1) == ("explicit", "a:1", 2, 1, ())
     assert place(LOCAL, coordinator="a:1", processes=8, process=7) == ("explicit", "a:1", 8, 7, ())  # options win
@@ -68,6 +70,8 @@ def test_where_a_process_stands():
 
 @pytest.mark.parametrize("environ, changes, complaint", [
     ({}, {"hosts": "explicit", "coordinator": "a:1"}, "JAXRL_PROCESSES is missing"),
+    ({"JAXRL_PROCESSES": "2"}, {}, "this is process 0 of 2 .* without a coordinator: set launch.coordinator"),
+    ({"JAXRL_PROCESS": "1"}, {}, "this is process 1 of 1 .* without a coordinator"), ({}, {"process": 1}, "this is process 1 of 1"),
     ({**LOCAL, "JAXRL_COORDINATOR": "node7"}, {}, "launch.coordinator='node7'.*host:port"),
     (LOCAL, {"process": 4}, "launch.process=4 of launch.processes=4"),
     ({}, {"hosts": "slurm"}, "SLURM_STEP_NUM_TASKS is missing"),
@@ -324,6 +328,10 @@ def test_what_the_launcher_gives_each_process(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" not in launch.environments(opts, 4000, {"JAX_PLATFORMS": "cpu"})[0]
     with pytest.raises(SystemExit, match="there are 4 GPUs"):
         launch.environments(opts, 4000, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    for named, each in (("4,5", ["4", "5"]), (" 6, 7,-1,3", ["6", "7"]), ("-1", ["-1", "-1"]), ("", ["", ""])):  # of the user, for all
+        opts, _ = launch.parse(["--processes=2", f"--env=CUDA_VISIBLE_DEVICES={named}", "--", "--config=x.py"])
+        envs = launch.environments(opts, 4000, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+        assert [e["CUDA_VISIBLE_DEVICES"] for e in envs] == each and ("JAX_NUM_CPU_DEVICES" in envs[0]) == (named in ("-1", ""))
 
 
 @pytest.mark.parametrize("flags", [["--processes=0", "--", "x"], ["--processes=2"], ["--processes=2", "--env=A", "--", "x"]])

@@ -13,9 +13,10 @@ import pytest
 from helpers import algorithm_runs, worlds
 
 import jaxrl
-from jaxrl.config.load import load_config
+from jaxrl.config.load import default_config, load_config
 from jaxrl.errors import ConfigError
 from jaxrl.records import anomalies, files
+from jaxrl.replay import replay
 from jaxrl.resolve.checks.common import check
 from jaxrl.resolve.checks.replay import numbers, settings
 from jaxrl.rl import recording
@@ -304,3 +305,24 @@ def test_steps_that_stand_out_are_found():
     assert [(a.step, a.name) for a in anomalies.of_run(broken)] == [
         (20, "optim/grad_norm"), (25, "policy/entropy"), (30, "gap/mean"), (33, "length/mean"), (35, "eval/accuracy")]
     assert np.argmax(anomalies.outliers([1, 1.1, 0.9, 1, 30, np.nan])) == 4
+
+
+def test_a_record_from_which_nothing_can_be_computed_again_is_an_error(tmp_path):
+    """Step 5 alone, and no checkpoint."""
+    files.write(tmp_path / files.FOLDER, files.Record(5, {"format": 1, "step": 5, "config": "config-0.json"}, {}))
+    config = default_config()
+    config.run.dir = str(tmp_path)
+    with pytest.raises(ConfigError, match="no recorded step can be computed again: there is no whole checkpoint in .*; recorded are .*5"):
+        replay.run(config)
+
+
+def test_a_number_that_is_not_finite_stands_out_anywhere_and_hides_nothing():
+    """Also among the first ones, with which later ones are compared; as a cause it comes before any finite number."""
+    lines = [{"step": i, "optim/grad_norm": 1.0, "eval/accuracy": 0.8, "reward/mean": 0.1 * i} for i in range(12)]
+    lines[1]["optim/grad_norm"], lines[9]["optim/grad_norm"], lines[10]["optim/grad_norm"] = "nan", 9.0, float("nan")
+    lines[0]["eval/accuracy"], lines[11]["eval/accuracy"] = "nan", 0.5
+    found = anomalies.of_run(lines)
+    assert [(a.step, a.name, a.deviations == np.inf) for a in found] == [
+        (1, "optim/grad_norm", True), (9, "optim/grad_norm", False), (10, "optim/grad_norm", True), (11, "eval/accuracy", True)]
+    assert found[0].text == "gradient norm (optim/grad_norm) is nan, usual were 1" and found[0]._replace(usual=np.nan).text.endswith("is nan")
+    assert anomalies.deviations(np.nan, np.ones(4)) == (np.inf, 1.0)

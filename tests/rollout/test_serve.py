@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,13 +53,27 @@ def test_the_address_of_this_host_is_the_one_on_the_way():
     assert transport.address_towards("http://127.0.0.1:80") == "127.0.0.1"
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_has_brackets_in_urls_alone(tmp_path, monkeypatch, host):
+@pytest.fixture
+def no_process(monkeypatch):
+    """Servers are commands that nothing runs."""
     monkeypatch.setenv("VLLM_API_KEY", "k")
-    monkeypatch.setenv("JAXRL_SERVE_HOST", "fd00::7")
     monkeypatch.setattr(servers, "ServerProcess", lambda command, env, log_file: command)
     monkeypatch.setattr(servers, "free_port", lambda host: 8123)  # a machine may lack IPv6
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
+
+
+def test_announcements_of_an_earlier_serve_of_this_host_are_withdrawn(tmp_path, no_process):
+    """Of one with more servers, too; not those of other hosts."""
+    own = socket.gethostname()
+    for name in (f"{own}_0", f"{own}_7", f"{own}_gpu_0", f"{own}2_0", f"{own}"):
+        serve.announce(tmp_path / "servers", name, "http://a:1")
+    serve.Host(runnable(), tmp_path / "servers", tmp_path / "own").pool.shutdown()
+    assert {path.name for path in (tmp_path / "servers").iterdir()} == {f"{own}_gpu_0", f"{own}2_0", own}
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_has_brackets_in_urls_alone(tmp_path, monkeypatch, no_process, host):
+    monkeypatch.setenv("JAXRL_SERVE_HOST", "fd00::7")
     made = serve.Host(runnable(rollout__vllm__host=host), tmp_path / "servers", tmp_path / "own")
     port, command = made.servers.ports[0], made.servers.processes[0]
     assert made.servers.urls == [made.controls[0].url] == [f"http://[::1]:{port}"] and made.urls == [f"http://[fd00::7]:{port}"]

@@ -1,6 +1,7 @@
 """The protocol over HTTP against a tiny model: loops, order, retries, saves, samples, refusals. test_sdk drives the real SDK."""
 
 import json
+import re
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from helpers.tinker_cases import LONGEST, PROTO, VOCAB, Client, forward_backward, next_tokens, numbers, served, text
 
 from jaxrl.errors import ConfigError
-from jaxrl.service import app, wire
+from jaxrl.service import app, bodies, wire
 from jaxrl.service.operations import Operations
 from jaxrl.service.refusals import Refused
 from jaxrl.service.routes import make_app
@@ -107,6 +108,29 @@ def test_a_gap_that_never_closes_is_an_error(client, service, monkeypatch):
     assert "request 1 of this run has not come" in answer["error"]
     client.forward_backward(run, 5, ROWS)
     assert client.loss(run, 6, ROWS) > 0
+
+
+@pytest.mark.parametrize("evicted", ["before the gap", "after it"])
+def test_gradients_dropped_at_a_gap_do_not_come_back_from_the_disk(client, service, monkeypatch, evicted):
+    worker, session = service[0].worker, client.session()
+    monkeypatch.setattr("jaxrl.service.worker.RESIDENT", 1)
+    monkeypatch.setattr(worker.trainer, "together", 1)
+    run, other = client.run(session), client.run(session, 1)
+    client.result(client.forward_backward(run, 1, ROWS))
+    client.loss(other, 1, ROWS)  # the run goes to the disk, with its gradients
+    if evicted == "after it":
+        client.loss(run, 2, ROWS)
+    seq = 3 if evicted == "after it" else 2
+    with monkeypatch.context() as hasty:
+        hasty.setattr("jaxrl.service.worker.GAP_SECONDS", 0.0)
+        answer = client.retrieve(client.forward_backward(run, seq + 1, ROWS[:1])).json()
+    assert f"request {seq} of this run has not come" in answer["error"]
+    found = worker.snapshots.about(run)  # a restart goes on behind the gap
+    assert found["next"] == seq + 2 and f"request {seq} of this run" in found["failure"]
+    client.loss(other, 2, ROWS)
+    told = client.refused("optim_step", {"model_id": run, "seq_id": seq + 2, "adam_params": {}})
+    assert f"nothing was applied, because request {seq} of this run has not come" in told
+    assert "there are no gradients" in client.refused("optim_step", {"model_id": run, "seq_id": seq + 3, "adam_params": {}})
 
 
 def test_after_a_failure_nothing_is_applied_and_later_numbers_go_on(client):
@@ -428,6 +452,28 @@ def test_weights_take_turns_in_the_sampler(service):
     assert len(ended) == 42 and ended.index("b1") <= 9 and [x for x in ended if x[0] == "a"] == [f"a{n}" for n in range(40)]
 
 
+@pytest.mark.parametrize("breaks", ["submit", "result"])
+def test_no_sample_waits_for_ever_behind_one_that_fails(service, breaks):
+    """Whatever the engine raises: `fail` finds the job, and those of the same turn behind it."""
+    old, begun = service[0].worker.sampler, []
+
+    def submit(requests):
+        if breaks == "submit" and requests[0].id == "a1/0":
+            raise RuntimeError("the servers are lost")
+        begun.extend(requests)
+
+    engine = SimpleNamespace(submit=submit, publish=lambda tree, count: None, abort=begun.clear, poll=lambda seconds: [
+        SimpleNamespace(id=r.id, tokens=[], logprobs=[], versions=np.zeros(0, int)) for r in begun[:1]])  # without a finish
+    sampler = Sampler(engine, old.read, old.row_shapes, lambda leaves: leaves, {})
+    jobs = [SampleJob(f"a{n}", "", np.array([3]), 1, None, 0, False, None, None, Future()) for n in range(3)]
+    for job in jobs:
+        sampler.submit(job)
+    with pytest.raises(RuntimeError if breaks == "submit" else AttributeError) as found:
+        sampler.work(0.0)
+    sampler.fail(found.value)
+    assert not sampler.busy and all(job.future.exception(0) is found.value for job in jobs)
+
+
 def test_a_cancelled_sample_ends(client):
     sampler = client.sampler(client.session(), 0)
     promises = [client.sample(sampler, seq, [3, 4], num_samples=8, params={"max_tokens": 40, "stop": []}) for seq in range(6)]
@@ -454,6 +500,7 @@ def test_a_bug_is_answered_with_an_incident(client, monkeypatch):
 @pytest.mark.parametrize("argv, what", [
     ([], "--model is missing"), (["--model=a", "x"], "x: expected --NAME=VALUE"), (["--model=a", "--rank=two"], "--rank=two: expected a number"),
     (["--model=a", "--rank=-1"], "--rank=-1: must be at least 0"),
+    (["--model=a", "--alpha=nan"], "--alpha=nan: must be at least 1e-09, and finite"), (["--model=a", "--alpha=inf"], "--alpha=inf: must be"),
     (["--model=a", "--sync=90"], "--sync=90: must be 0 to 60 seconds, or never"), (["--model=a", "--sync=soon"], "expected a number"),
     (["--model=a", "--unembed=yes"], "choose train or leave-out"), (["--model=a", "--colour=1"], "--colour: no such option"),
     (["--model=a", "--config.rollout.slot=3"], "rollout.slot")])
@@ -472,9 +519,73 @@ def test_a_folder_belongs_to_one_base(tmp_path):
             app.check_folder(tmp_path, other, digest)
 
 
+def test_a_start_that_is_killed_leaves_the_note_of_the_base_whole(tmp_path, monkeypatch):
+    options = app.Options("a", rank=4)
+    app.check_folder(tmp_path, options, "one")
+    before = (tmp_path / "base.json").read_bytes()
+    with monkeypatch.context() as killed:
+        killed.setattr("os.replace", lambda *_: 1 / 0)
+        app.check_folder(tmp_path, options, "one")  # writes nothing: nothing has changed
+        with pytest.raises(ZeroDivisionError):
+            app.check_folder(tmp_path, options._replace(rank=8), "one")
+    assert (tmp_path / "base.json").read_bytes() == before
+    app.check_folder(tmp_path, options._replace(rank=8), "one")
+    assert (tmp_path / "base.json").read_bytes() != before
+
+
+@pytest.mark.parametrize("where, place", [
+    ("data[0]", lambda m: m.data[0]), ("data[0].model_input[0]", lambda m: m.data[0].model_input[0]),
+    ("data[0].model_input[0].encoded_text[0]", lambda m: m.data[0].model_input[0].encoded_text),
+    ("data[0].loss_fn_inputs[0]", lambda m: m.data[0].loss_fn_inputs["target_tokens"])])
+def test_a_field_of_a_newer_sdk_is_refused_wherever_it_is(where, place):
+    body = forward_backward("a:train:0", 1, [(np.array([3, 4]), {"target_tokens": np.array([4, 5])})])
+    assert wire.parse_forward_backward(body).seq_id == 1
+    message = wire.parse("ForwardBackwardRequest", body)
+    place(message).MergeFromString(b"\xf8\x01\x01")
+    with pytest.raises(Refused, match=re.escape(f"field number 31 of {where} is not known here")):
+        wire.parse_forward_backward(message.SerializeToString())
+
+
+def test_a_field_of_any_kind_has_no_bounds():
+    assert bodies.read("session", {"session_id": "a", "type": 1e30})["type"] == 1e30
+
+
 def test_other_addresses_need_keys(capsys, caplog, monkeypatch):
     monkeypatch.delenv(app.KEYS, raising=False)
     assert app.main(["--model=a", "--host=0.0.0.0"]) == 2 and "other machines could train and read here" in caplog.text
     monkeypatch.setenv(app.KEYS, "secret")
     assert app.main(["--model=a"]) == 2 and "does not begin with tml-" in caplog.text and "secret" not in caplog.text
     assert app.main(["--help"]) == 0 and "jaxrl serve tinker --model=PATH" in capsys.readouterr().out
+
+
+def test_a_bug_before_the_work_uses_the_number_up(client, monkeypatch):
+    """Else later numbers would wait for it, and a restart would end with it."""
+    run = client.run(client.session())
+    monkeypatch.setattr("jaxrl.service.bodies.adam_settings", lambda b: {}["beta3"])
+    answer = client.retrieve(client.optim_step(run, 1)).json()
+    assert answer["category"] == "server" and "optim_step (seq_id=1): KeyError: 'beta3' (incident" in answer["error"]
+    monkeypatch.undo()
+    client.forward_backward(run, 2, ROWS)
+    assert client.result(client.optim_step(run, 3))["metrics"]
+
+
+def test_weights_of_another_adapter_change_nothing_of_the_run(client):
+    session = client.session()
+    small, large = client.run(session, rank=2), client.run(session, 1, rank=4)
+    path = client.result(client.ok("save_weights", {"model_id": large, "seq_id": 1, "path": "w"}))["path"]
+    told = client.refused("load_weights", {"model_id": small, "seq_id": 1, "path": path, "optimizer": False})
+    assert "create the run with the same rank and modules" in told
+    assert client.ok("get_info", {"model_id": small})["lora_rank"] == 2
+
+
+def test_the_journal_forgets_samples_once_their_results_are_old(client, monkeypatch):
+    operations = client.http.app.state.operations
+    sampler = client.sampler(client.session(), 0)
+    assert client.result(client.sample(sampler, 0, [3, 4])).sequences
+    name, kept = f"{sampler}:0", lambda: {r.header.get("name") for r in operations.journal.records()}
+    assert name in kept()
+    monkeypatch.setattr("jaxrl.service.operations.RESULTS_SECONDS", -10.0)  # all are old
+    monkeypatch.setattr("jaxrl.service.operations.JOURNAL_BYTES", 0)
+    monkeypatch.setattr(operations, "_swept", -1e9)
+    operations._sweep()
+    assert name not in operations.promises and name not in kept()

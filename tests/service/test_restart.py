@@ -281,6 +281,24 @@ def test_a_damaged_end_is_dropped_and_a_second_server_is_refused(tmp_path, caplo
     assert journal.HEAD.size == 12
 
 
+def test_a_damaged_snapshot_is_told_by_its_path(tmp_path):
+    """Empty, cut off anywhere, with any byte changed: the snapshot as it was, or an OSError that names the file."""
+    snapshots = Snapshots(tmp_path, None)
+    snapshots.keep_version("a", {"w": np.arange(3.0)})
+    path = tmp_path / "versions" / "a.npz"
+    whole = path.read_bytes()
+    changed = [whole[:i] + bytes([whole[i] ^ bit]) + whole[i + 1:] for i in range(len(whole)) for bit in (1, 0xFF)]
+    told = set()
+    for content in (*changed, *(whole[:i] for i in range(len(whole)))):
+        path.write_bytes(content)
+        try:
+            snapshots.version("a")
+        except OSError as e:
+            assert str(path) in str(e)
+            told.add(str(e).split(": ")[1])
+    assert {"EOFError", "BadZipFile", "NotImplementedError"} <= told
+
+
 @pytest.mark.parametrize("sync", [0, 0.01, None])
 def test_what_a_power_failure_leaves(tmp_path, monkeypatch, sync):
     """The disk has a record before `append` returns, soon, or whenever the system likes; a compacted journal at once."""

@@ -4,6 +4,7 @@ broken JSON is."""
 import json
 import zipfile
 
+import numpy as np
 import pytest
 
 from jaxrl import diff
@@ -65,3 +66,17 @@ def test_lines_without_a_step_end_a_resumed_runs_metrics(tmp_path, shape):
     path.write_bytes(whole + json.dumps(shape).encode() + b"\n")
     JsonLines(path, last_step=5).close()
     assert path.read_bytes() == whole
+
+
+def test_a_record_whose_bytes_are_damaged_is_told_by_its_path(tmp_path):
+    files.write(tmp_path, files.Record(1, {"format": 1, "step": 1}, {"a": np.arange(3)}))
+    (path,) = tmp_path.glob("*.npz")
+    whole = path.read_bytes()
+    for content in (whole[:i] + bytes([whole[i] ^ bit]) + whole[i + 1:] for i in range(len(whole)) for bit in (1, 0xFF)):
+        path.write_bytes(content)
+        for read in (files.header, files.read):
+            try:
+                found = read(path)
+                assert read is files.header and found == {"format": 1, "step": 1}
+            except ConfigError as e:
+                assert str(path) in str(e)

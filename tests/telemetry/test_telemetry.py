@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
+from jaxrl.report.runs import _series
 from jaxrl.telemetry import METRICS, Telemetry, describe, write_atomic, write_config
 from jaxrl.telemetry import telemetry as telemetry_module
+from jaxrl.telemetry.names import CLOCKED
 from jaxrl.telemetry.run_dir import dumps
+from jaxrl.telemetry.sinks import JsonLines
 
 CANARY = "canary-9f3ac1"
 
@@ -343,6 +347,31 @@ def test_rollouts_that_the_disk_does_not_take_are_an_error_of_the_checkpoint(tmp
     t.close()
 
 
+def test_rollouts_that_the_disk_refuses_are_kept_and_no_checkpoint_counts_before_they_are_there(tmp_path, caplog):
+    """A file stands where their folder should be. They are written with later ones, or at the end; many of them end the run."""
+    t = Telemetry(tmp_path, config(tensorboard=False), 10)
+    (tmp_path / "rollouts").touch()
+    for step in (1, 2):
+        t.rollouts(step, [{"group": step}])
+        with pytest.raises(FileExistsError, match="rollouts/step_00000001.jsonl"):
+            t.flush()
+    assert caplog.text.count("is not written: File exists") == 1
+    (tmp_path / "rollouts").unlink()
+    t.rollouts(3, [{"group": 3}])
+    t.flush()
+    assert [t.read_rollouts(step) for step in (1, 2, 3)] == [[{"group": step}] for step in (1, 2, 3)]
+    shutil.rmtree(tmp_path / "rollouts")
+    (tmp_path / "rollouts").touch()
+    with pytest.raises(FileExistsError, match="step_00000004"):
+        for step in range(4, 4 + telemetry_module.WAITING_STEPS + 1):
+            t.rollouts(step, [{"group": step}])
+            t._wait("rollouts")
+    assert step == 4 + telemetry_module.WAITING_STEPS
+    (tmp_path / "rollouts").unlink()
+    t.close()
+    assert len(os.listdir(tmp_path / "rollouts")) == telemetry_module.WAITING_STEPS
+
+
 # ---- files
 
 def test_rollouts_are_written_whole_and_read_back(tmp_path, caplog):
@@ -441,6 +470,19 @@ def test_every_metric_has_a_meaning_and_only_known_names_do():
     assert describe("reward/mean") != describe("reward/math")
     assert "missing" in describe("reward/timeout_fraction") and "missing" not in describe("reward/math")
     assert describe("rewards/mean") is None and describe("nonsense") is None
+
+
+def test_what_a_clock_measures_lives_under_time_alone(tmp_path):
+    """Every metric of seconds or a rate: two equal runs differ in it. What counts work is beside it."""
+    clocks = re.compile(r"second|TFLOP/s|Unix time|share of the chip's peak")
+    for m in METRICS:
+        assert m.name.startswith(CLOCKED) or not clocks.search(m.name + m.meaning), m.name
+    file = JsonLines(tmp_path / "metrics.jsonl", -1)
+    file.write(1, {"time/step": 1.0, "perf/mfu": 0.5, "publish/seconds": 2.0, "publish/probe": 0.0, "flops/update": 7.0, "loss": 3.0})
+    file.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1, "publish/probe": 0.0, "flops/update": 7.0, "loss": 3.0, "time": {"step": 1.0, "perf/mfu": 0.5, "publish/seconds": 2.0}}
+    assert _series(tmp_path / "metrics.jsonl")[0]["publish/seconds"][1] == [2.0]  # as the report reads it
 
 
 def test_the_log_goes_to_stderr_at_its_level():
