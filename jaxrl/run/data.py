@@ -271,6 +271,27 @@ def check_judges(spec, images: ImageSource | None) -> None:
                               "image; leave it out")
 
 
+def check_sent_columns(spec, datasets: list) -> None:
+    """Raises ConfigError for a column that a reward service is sent (columns of a remote, rubric_column of a judge) and
+    that no row of the data has.
+
+    datasets: Datasets and Mixtures of the job. All their rows are read if a column is not found before."""
+    for name, (kind, o) in service_options(spec.reward).items():
+        if name not in (*spec.reward.functions, *spec.eval.rewards) or not datasets:
+            continue
+        option = "columns" if kind == "remote" else "rubric_column"
+        wanted, found = {o[option]} if kind == "judge" else set(o[option]), {"answer": None}
+        wanted -= {"", *found}
+        for dataset in datasets:
+            for i in range(len(dataset) if wanted else 0):
+                found |= dict.fromkeys(dataset[i].columns)
+                if not (wanted := wanted.difference(found)):
+                    break
+        if wanted:
+            raise ConfigError(f"reward {name!r}: {option}: no row has the column {min(wanted)!r}; columns that rewards "
+                              f"get: {', '.join(map(str, found))}")
+
+
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:
     """Returns the largest number of patches that the images of one prompt have; 0 without images.
 
