@@ -246,7 +246,8 @@ def read_recorded_run(folder, steps: slice = slice(WARM_UP, None)) -> RecordedRu
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))["config"]
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        text = (folder / "metrics.jsonl").read_text("utf-8")
+        lines = [json.loads(line) for line in text.split("\n") if line]
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(f"plan.run={str(folder)!r}: no config.json and metrics.jsonl of a run there ({e})") from None
     roll, data = config["rollout"], config["data"]

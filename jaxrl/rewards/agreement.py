@@ -76,7 +76,7 @@ def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
     be read or has no rows."""
     where, items, labels = o["labelled"], [], []
     try:
-        lines = Path(where).expanduser().read_text("utf-8").splitlines()
+        lines = Path(where).expanduser().read_text("utf-8").split("\n")  # not the other line ends of Unicode
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"labelled={where!r}: {e}") from None
     for i, line in enumerate(lines, 1):
