@@ -85,7 +85,7 @@ def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
         try:
             row = json.loads(line)
             prompt, completion, label = row.pop("prompt"), row.pop("completion"), float(row.pop("score"))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise ConfigError(f"labelled={where!r}, line {i}: {type(e).__name__}: {e}; a row has prompt, completion "
                               "and score, a number") from None
         if not o["lowest"] <= label <= o["highest"]:

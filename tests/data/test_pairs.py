@@ -89,6 +89,7 @@ def test_columns_of_pairs_are_mapped(tokenizers, tmp_path):
     ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER]}, "'rejected' ends with the role 'user'"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "there is no prompt"), ({"chosen": "yes", "rejected": "no"}, "there is no prompt"),
     ({"prompt": "Q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "margin.*holds nan"),
+    ({"prompt": "Q", "chosen": "a", "rejected": "b", "margin": 10**400}, "margin.*holds an integer beyond float64"),
 ])
 def test_bad_rows_are_named(tokenizers, tmp_path, row, why):
     with pytest.raises(DataError, match=f"r.jsonl:1.*{why}"):
