@@ -29,6 +29,7 @@ def processors():
     """transformers' video processors. Without torchvision their module does not import, though sampling, sizes and the order of patches do
     not use it."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"]
+    importlib.import_module("transformers.image_utils")  # which would take the stand-ins for torchvision itself
     added = [name for name in names if name not in sys.modules]
     for name in added:
         sys.modules[name] = types.ModuleType(name)
