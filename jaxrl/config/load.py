@@ -230,8 +230,8 @@ def config_of(config) -> Config:
     """Returns an editable config from a ConfigDict, the name of a config, options by name on top of the defaults, or
     None (the defaults).
 
-    A ConfigDict is copied, a frozen one, too; options may be dotted or nested. Raises ConfigError for other types, for what `put` refuses,
-    and for a name as load_config does.
+    A ConfigDict is copied, also a frozen one; options may be dotted or nested. Raises ConfigError for other types, for
+    what `put` refuses, and for a name as load_config does.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))

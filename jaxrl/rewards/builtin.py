@@ -278,9 +278,9 @@ def _number(text: str) -> Fraction | None:
 CHOSEN = re.compile(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])")
 # The article or the pronoun, not the letter: a word follows that can stand behind one.
 WORD = re.compile(
-    r"(?:I|A(?![ \t]+(?:is|was|has|can|will|must|would|should|with|at|to|from|in|on|of|the|this|we|it|you|they|here)\b))"
-    r"[ \t]+(?!(?:because|since|as|and|or|but|for|due|not|is|which|rather|given|while|whereas|instead|though|although|so"
-    r"|then|if|when|that|by|based)\b)[a-z]")
+    r"(?:I|A(?![ \t]+(?:is|was|has|can|will|must|would|should|with|at|to|from|in|on|of|the|this|we|it|you|they|here)"
+    r"\b))[ \t]+(?!(?:because|since|as|and|or|but|for|due|not|is|which|rather|given|while|whereas|instead|though"
+    r"|although|so|then|if|when|that|by|based)\b)[a-z]")
 STANDS_ALONE = re.compile(r"(?<![\w'])(?<!not )(?<!not [(\[*])([A-Z])(?=\s?[)\].:,;!*]|\s*\Z)")
 
 

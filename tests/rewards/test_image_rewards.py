@@ -26,7 +26,7 @@ from jaxrl.rewards.images import Sizes, as_stored, iou, last_numbers, reference_
 from jaxrl.rewards.items import item_hash, item_json, trial_items
 from jaxrl.rewards.services import find_services
 from jaxrl.rl.trajectories import reward_items
-from jaxrl.run.data import check_judges, check_sent_columns
+from jaxrl.run.data import check_services
 from jaxrl.types import Places
 
 SIZES = [Sizes(stored=(100, 400), seen=(50, 100))]
@@ -170,8 +170,8 @@ def test_a_judge_is_shown_the_images_of_the_row(tmp_path):
     c.reward.functions = ("judge",)
     for found in (None, SimpleNamespace(used=False, videos=False)):
         with pytest.raises(ConfigError, match="the judge 'judge' has show_images=True .*and no row has an image"):
-            check_judges(c, found)
-    check_judges(c, SimpleNamespace(used=True, videos=False))
+            check_services(c, found, [])
+    check_services(c, SimpleNamespace(used=True, videos=False), [])
 
 
 def test_columns_that_a_service_is_sent_are_columns_of_the_data():
@@ -180,12 +180,12 @@ def test_columns_that_a_service_is_sent_are_columns_of_the_data():
     c.reward.functions, c.reward.remote.columns = ("remote",), ("answer", "dificulty")
     rows = [SimpleNamespace(columns={"answer": "1"}), SimpleNamespace(columns={"answer": "1", "difficulty": 2})]
     with pytest.raises(ConfigError, match="reward 'remote': columns: no row has the column 'dificulty'; .*answer, difficulty"):
-        check_sent_columns(c, [rows])
+        check_services(c, None, [rows])
     c.reward.remote.columns = ("answer", "difficulty")
-    check_sent_columns(c, [rows])
+    check_services(c, None, [rows])
     c.reward.functions, c.reward.judge.rubric_column = ("judge",), "rubrics"
     with pytest.raises(ConfigError, match="reward 'judge': rubric_column: no row has the column 'rubrics'"):
-        check_sent_columns(c, [rows])
+        check_services(c, None, [rows])
 
 
 def default_config_of(given):

@@ -190,7 +190,8 @@ def _animated_png(image: Image) -> bytes | None:
     (width, height), parts, count = sizes.pop(), [files[0][:8]], 0
     for number, (file, last) in enumerate(zip(files, lasts, strict=True)):
         delay = Fraction(last / 1000).limit_denominator(1000) if last < 65000 else Fraction(round(last / 1000))
-        control = struct.pack(">5I2H2B", count, width, height, 0, 0, min(delay.numerator, 65535), delay.denominator, 0, 0)
+        delays = min(delay.numerator, 65535), delay.denominator  # two bytes each
+        control = struct.pack(">5I2H2B", count, width, height, 0, 0, *delays, 0, 0)
         count, begun = count + 1, False
         for kind, data in _png_chunks(file):
             if kind == b"IDAT":

@@ -59,10 +59,9 @@ class Image:
 
     @property
     def content(self) -> str:
-        """Hash (32 hex digits) of what the image shows: of the bytes of a file and the number of its frame, of a file on
-        disk of its size and the first and last EDGE bytes in place of all; of an image in memory, of its pixel values,
-        shape and number of its frame, and the mode, palette and orientation of a Pillow image. Raises OSError for a
-        file that cannot be read."""
+        """Hash (32 hex digits) of what the image shows: of encoded bytes, or of a file its size and the first and last
+        EDGE bytes; of an array its shape and values; of a Pillow image its size, values, mode, palette and orientation;
+        of all of these the number of the frame. Raises OSError for a file that cannot be read."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 held = file.read(EDGE)
