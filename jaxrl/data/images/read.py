@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Image:
         return hashlib.blake2b(held + b"frame %d" % self.frame * (self.frame > 0), digest_size=16).hexdigest()
 
     @contextlib.contextmanager
-    def at_frame(self):
+    def at_frame(self) -> Iterator[Any]:
         """Yields the Pillow image in memory, `pixels`, at this image's frame. Other threads that ask for it wait: it
         shows one frame at a time."""
         with LOCKS[id(self.pixels) // 64 % len(LOCKS)]:
