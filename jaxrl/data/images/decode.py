@@ -264,7 +264,8 @@ def _opened(image: Image, limit: int):
     try:
         if image.pixels is not None:
             with image.at_frame() as opened:
-                _checked_size(*opened.size, limit)
+                width, height = opened.size
+                _checked_size(width, height, limit)
                 yield opened, None
             return
         if image.encoded == b"":
