@@ -20,6 +20,7 @@ from jaxrl.checkpoint.resume import config_changes
 from jaxrl.config.load import put, redacted
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at
+from jaxrl.data.stream import _warn_of_weights
 from jaxrl.errors import ConfigError
 from jaxrl.records.files import Record
 from jaxrl.resolve.checks.common import check
@@ -112,6 +113,31 @@ def test_what_happens_when_a_source_has_given_all(weights):
     assert np.array_equal(counts(stop, n, 3), untouched[:n + 1])
     assert (untouched[n] <= limits).all() and (untouched[n + 1] > limits).any()  # where one would be asked for more
     assert Mix(weights, 2, limits).end is None
+
+
+def test_sources_that_are_left_without_weight_are_served_or_named(caplog):
+    """With the weights of the next step that has any; rows that never get weight end the order, with a warning."""
+    late = ((0, 0), (5, 0), (10, 1))
+    for weights, limits in (((1.0, late), [15, 1000]), ((late, 1.0), [1000, 15])):
+        mix = Mix(weights, 4, limits, "others")
+        assert mix.end == 1015 and mix.unserved() == [0, 0] and mix.early == (3, 6)
+        assert [mix.place(p) for p in range(15, 20)] == [(limits.index(1000), n) for n in range(5)]
+        assert counts(mix, 15, 2)[-1][limits.index(15)] == 15
+    for gone in (((0, 1), (5, 0)), ((0, 1), (5, 0), (9, 0))):
+        mix = Mix((gone, 1.0), 4, [1000, 8], "others")
+        assert mix.end == 20 and mix.unserved() == [1000 - 12, 0] and mix.early is None
+    _warn_of_weights(mix, ["a", "b"], "others")
+    assert "data.sources.a: 988 of its rows never come" in caplog.text and "data.sources.b" not in caplog.text
+    _warn_of_weights(Mix((1.0, late), 4, [15, 1000], "others"), ["a", "b"], "others")
+    assert "from step 3 on, the sources that are not exhausted have weight 0; they get their weights of step 6" in caplog.text
+
+
+@pytest.mark.parametrize("weights", [(1e-7, 1), (((0, 1e-7), (3, 1e-7)), 1), (((0, 1e-9), (3, 1e-9)), 1e-9)])
+def test_a_weight_above_0_gives_rows(weights):
+    assert shares([1e-7, 1]) == [1, 10**6 - 1]
+    mix = Mix(weights, 4, [10] * 2)
+    served = next(p for p in range(0, 2 * 10**6, 50_000) if min(mix.rows_before(p)))
+    assert served <= 10**6 + 50_000
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
