@@ -5,6 +5,7 @@ import json
 import pytest
 from test_migrate import migrated, values
 
+from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
@@ -146,3 +147,33 @@ def test_greedy_sampling_is_reported_under_its_key():
 @pytest.mark.parametrize("key", [f"actor.{table}.{of}_level" for table in ("reward_norm", "adv_norm") for of in ("mean", "std")])
 def test_an_unknown_level_is_reported_under_its_key(key):
     assert [name for name, _, refuse in of("areal", {key: "token"}).lacking if refuse] == [key]
+
+
+def skyrl(folder, low, *more):
+    """(exit status, report, the config's text) of SkyRL's rollout_is with a lower bound, in several steps per batch."""
+    settings = {"policy_loss_type": "rollout_is", "eps_clip_low": low, "eps_clip_high": 0.3}
+    lines = "".join(f"    {key}: {value}\n" for key, value in settings.items())
+    (folder / "job.yaml").write_text(f"trainer:\n  train_batch_size: 64\n  policy_mini_batch_size: 16\n  algorithm:\n{lines}")
+    status = command.main(["skyrl", str(folder / "job.yaml"), "--gpus=8", f"--out={folder / 'out'}", *more])
+    return status, json.loads((folder / "out" / "report.json").read_text()), (folder / "out" / "job.py").read_text()
+
+
+def test_files_beside_a_config_are_written_again_unless_edited(tmp_path, capsys):
+    kept = lambda data: [t for t in data["needs_you"] if "stays as it is" in t]  # noqa: E731
+    loss = tmp_path / "out" / "job_loss.py"
+    assert skyrl(tmp_path, 0.2)[0] == 0 and "LOW, HIGH = 0.8," in loss.read_text()
+    status, data, config = skyrl(tmp_path, 0.5)
+    assert status == 0 and not kept(data) and "eps_clip_low=0.5" in config and "LOW, HIGH = 0.5," in loss.read_text()
+
+    loss.write_text(loss.read_text() + "# mine\n")  # edited: it stays, and is asked about where this job has another text
+    assert not kept(skyrl(tmp_path, 0.5)[1])
+    for _ in range(2):
+        status, data, _ = skyrl(tmp_path, 0.4)
+        assert status == 0 and len(kept(data)) == 1 and data["outcome"] == "partial" and loss.read_text().endswith("# mine\n")
+    assert skyrl(tmp_path, 0.4, "--strict")[0] == 3 and not kept(skyrl(tmp_path, 0.5)[1])
+    loss.unlink()
+    assert not kept(skyrl(tmp_path, 0.4)[1]) and "LOW, HIGH = 0.6," in loss.read_text()
+
+    (tmp_path / "out" / "job.py").unlink()  # of what nothing says where it is from
+    loss.write_text("LOW = 0\n")
+    assert kept(skyrl(tmp_path, 0.4)[1]) and kept(skyrl(tmp_path, 0.4)[1]) and loss.read_text() == "LOW = 0\n"
