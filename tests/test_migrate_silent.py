@@ -177,3 +177,20 @@ def test_files_beside_a_config_are_written_again_unless_edited(tmp_path, capsys)
     (tmp_path / "out" / "job.py").unlink()  # of what nothing says where it is from
     loss.write_text("LOW = 0\n")
     assert kept(skyrl(tmp_path, 0.4)[1]) and kept(skyrl(tmp_path, 0.4)[1]) and loss.read_text() == "LOW = 0\n"
+
+
+def test_rewards_of_one_name_all_count():
+    m = of("trl", {"reward_funcs": ["pkg_a.score", "pkg_b.score", "my fmt", "my-fmt", "pkg_a.score", "p.sys"]})
+    names = [f.partition(":")[2] for f in values(m)["reward.functions"]]
+    assert names == ["score", "pkg_b_score", "my_fmt", "my_fmt_2", "p_sys"] and values(m)["reward.weights"] == (2, 1, 1, 1, 1)
+    made = {}
+    exec(m.files["job_reward.py"], made)  # noqa: S102
+    assert all(callable(made[name]) for name in names) and made["sys"].path
+    assert m.files["job_reward.py"].count("_called('pkg_b.score'") == m.files["job_reward.py"].count("_called('pkg_a.score'") == 1
+    same = {"reward_funcs": ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"]}
+    for weights, expected in (({}, (2, 1)), ({"reward_weights": [0.25, 0.5, 3]}, (0.75, 3))):
+        m = of("trl", {**same, **weights})
+        assert values(m)["reward.functions"] == ("math", "think_format") and values(m)["reward.weights"] == expected
+        assert any("sum of the weights" in text for text in m.different) and not m.lacking
+    m = of("cosmos_rl", {f"train.train_policy.reward_function.{n}": 1.0 for n in ("a-b", "a_b")})
+    assert any(refuse and "one function" in why for _, why, refuse in m.lacking)
