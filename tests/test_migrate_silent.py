@@ -9,6 +9,7 @@ from jaxrl.migrate import __main__ as command
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
+from jaxrl.migrate.yaml_files import YamlReader
 
 PLACE = "trainer.placement.policy_num_"
 R, A, S = "actor_rollout_ref.rollout.", "actor_train.training_args.", "algorithm.sampling_params."
@@ -194,3 +195,53 @@ def test_rewards_of_one_name_all_count():
         assert any("sum of the weights" in text for text in m.different) and not m.lacking
     m = of("cosmos_rl", {f"train.train_policy.reward_function.{n}": 1.0 for n in ("a-b", "a_b")})
     assert any(refuse and "one function" in why for _, why, refuse in m.lacking)
+
+
+def yaml_values(folder, notes=None, **files):
+    """{key: value} of main.yaml; names of files have __ for /."""
+    for name, text in files.items():
+        path = folder / (name.replace("__", "/") + ".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {s.key: s.value for s in YamlReader([] if notes is None else notes).file(folder / "main.yaml")}
+
+
+def test_a_tables_own_keys_win_over_merged_ones(tmp_path):
+    notes = []
+    found = yaml_values(tmp_path, notes, main="a: &a {lr: 1, wd: 2}\nb: &b {wd: 3, q: 4}\nt:\n  lr: 5\n  <<: *a\nu:\n  <<: [*b, *a]\n"
+                        "w: &w {n: {x: 1, y: 2}}\nz:\n  <<: *w\n  n: {x: 9}\nc: &c\n  <<: *c\n  k: 1\nl: [{lr: 7, <<: *a}]\n'<<': 8\n")
+    tables = {name: {k[2:]: v for k, v in found.items() if k.startswith(name + ".")} for name in "tuzc"}
+    assert tables == {"t": {"lr": 5, "wd": 2}, "u": {"wd": 3, "q": 4, "lr": 1}, "z": {"n.x": 9}, "c": {"k": 1}}
+    assert found["l"] == [{"lr": 7, "wd": 2}] and found["<<"] == 8
+    assert len(notes) == 1 and "wd stands in several tables" in notes[0]
+    for wrong in ("5", "[*a, 5]"):
+        with pytest.raises(Unreadable, match="names no table"):
+            yaml_values(tmp_path, main=f"a: &a {{lr: 1}}\nt: {{<<: {wrong}}}\n")
+
+
+M = {"opt__a": "x: 1\nk: 1\n", "opt__b": "y: 2\nx: 3\n", "opt__p": "# @package bar\nx: 1\n", "m__o__a": "q: 1\n"}
+
+
+@pytest.mark.parametrize("defaults, nested, expected", [  # as hydra 1.3.8 composes them
+    ("[{opt: [a, b]}]", "", {"opt.x": 3, "opt.k": 1, "opt.y": 2}),
+    ("[{m: m}]", "[{/opt@_global_: a}]", {"x": 1, "k": 1}),
+    ("[{m: m}]", "[{/opt@_global_.g.h: a}]", {"g.h.x": 1, "g.h.k": 1}),
+    ("[{m: m}]", "[{/opt: a}, {o: a}]", {"m.opt.x": 1, "m.opt.k": 1, "m.o.q": 1}),
+    ("[{m: m}]", "[{/opt@r: p}, {/opt@_here_: b}]", {"m.r.x": 1, "m.y": 2, "m.x": 3}),
+    ("[{m: m}]", "[/opt/a@_here_, {/opt: p}]", {"m.x": 1, "m.k": 1, "bar.x": 1}),
+    ("[{opt@_group_.u: a}, opt/b]", "", {"opt.u.x": 1, "opt.u.k": 1, "opt.y": 2, "opt.x": 3}),
+    ("[{opt: a}, {override opt: b}]", "", {"opt.x": 3, "opt.y": 2}),
+    ("[{opt: a}, {override opt: null}, {hydra: x}, {override hydra/launcher: y}]", "", {}),
+    ("[{m: m}, {override /opt@m.opt: b}]", "[{/opt: a}]", {"m.opt.x": 3, "m.opt.y": 2}),
+    ("[{override opt: b}]", "", {"opt.x": 3, "opt.y": 2}),  # of a list that is not at hand
+    ("[{hydra_opt: a}]", "", {"hydra_opt.w": 1})])
+def test_entries_of_defaults_lists(tmp_path, defaults, nested, expected):
+    notes = []
+    files = {"main": f"defaults: {defaults}\n", "hydra_opt__a": "w: 1\n", "m__m": f"defaults: {nested}\n" if nested else "", **M}
+    assert yaml_values(tmp_path, notes, **files) == expected and not notes
+
+
+def test_an_entry_that_is_not_read_is_noted(tmp_path):
+    notes = []
+    assert yaml_values(tmp_path, notes, main="defaults: [{opt: [a, c]}, {a: 1, b: 2}, 1.5]\n", **M) == {"opt.x": 1, "opt.k": 1}
+    assert len(notes) == 3 and "opt/c.yaml" in notes[-1] and all("defaults list" in note for note in notes)
