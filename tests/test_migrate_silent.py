@@ -245,3 +245,74 @@ def test_an_entry_that_is_not_read_is_noted(tmp_path):
     notes = []
     assert yaml_values(tmp_path, notes, main="defaults: [{opt: [a, c]}, {a: 1, b: 2}, 1.5]\n", **M) == {"opt.x": 1, "opt.k": 1}
     assert len(notes) == 3 and "opt/c.yaml" in notes[-1] and all("defaults list" in note for note in notes)
+
+
+PROGRAM = """
+import argparse
+from dataclasses import dataclass, replace
+from trl import GRPOConfig, GRPOTrainer
+@dataclass
+class A:
+    lr: float = 1e-5
+    wd: float = 0.5
+class B(A):
+    pass
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", default=1e-6)
+lr = 1e-6
+{before}
+config = GRPOConfig(learning_rate={value}, num_generations=8)
+{after}
+GRPOTrainer(model="a/b", args=config, reward_funcs=["accuracy_reward"])
+"""
+ONCE = "args = parser.parse_args()"
+INSIDE = "def main({0}):\n    config = GRPOConfig(learning_rate=lr)\n{1}"
+
+
+def learning_rate(tmp_path, before="", value="1", after=""):
+    """The learning rate that is read from a program; "asked" where it is asked for and not read."""
+    (tmp_path / "job.py").write_text(PROGRAM.format(before=before, value=value, after=after))
+    command.main(["trl", str(tmp_path / "job.py"), "--gpus=8", f"--out={tmp_path / 'out'}"])
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    key = next(k for k in data["keys"] if k["key"] == "learning_rate")
+    asked = any(text.startswith("learning_rate=") for text in data["needs_you"])
+    return "asked" if asked else key["value"]
+
+
+@pytest.mark.parametrize("before, value, expected", [
+    ("", "lr", 1e-6), ("lr: float = 5e-6", "lr", "asked"), ("for lr, x in [(5e-6, 1)]: pass", "lr", "asked"),
+    ("print(lr := 3e-6)", "lr", "asked"), ("with open('x') as lr: pass", "lr", "asked"), ("b = lr = 5e-6", "lr", "asked"),
+    ("lr, *x = 5e-6, 1", "lr", "asked"), ("(lr, (b, c)) = 5e-6, (1, 2)", "lr", "asked"), ("from x import lr", "lr", "asked"),
+    ("def f():\n    global lr\n    lr = 5e-6", "lr", "asked"), ("def f():\n    lr = 5e-6", "lr", 1e-6),
+    ("x = [lr for lr in (1, 2)]", "lr", 1e-6), ("f = lambda lr: lr", "lr", 1e-6), ("rate: float = 5e-6", "rate", 5e-6),
+    ("d = {'a': 5e-6}\nd['a'] = 1\nl = [2]\nl.append(3)", "d['a']", "asked"), ("l = [5e-6]\ndel l[0]", "l[0]", "asked"),
+    ("a = A(lr=5e-6)", "a.lr", 5e-6), ("a = A(wd=1)", "a.lr", 1e-5), ("a = B()", "a.lr", 1e-5), ("a = A(5e-6)", "a.lr", "asked"),
+    ("a = A()\na.lr = 5e-6", "a.lr", "asked"), ("a = A()\na.lr *= 2", "a.lr", "asked"), ("a = A()\nsetattr(a, 'lr', 2)", "a.lr", "asked"),
+    ("a = A()\nb = a\nb.lr = 5e-6", "a.lr", "asked"), ("a = A()\nb = A()\nb.lr = 5e-6", "a.lr", 1e-5),
+    ("a = make(A(lr=5e-6))", "a.lr", "asked"), ("a = replace(A(), lr=5e-6)", "a.lr", "asked"),
+    ("class C(A):\n    def __post_init__(self):\n        self.lr = 5e-6\na = C()", "a.lr", 1e-5),
+    ("class C:\n    def __init__(self):\n        self.lr = 5e-6\na = A()", "a.lr", 1e-5),
+    (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"), ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
+    (ONCE + "\nvars(args).update(x)", "args.rate", "asked"), ("parser.set_defaults(rate=5e-6)\n" + ONCE, "args.rate", "asked"),
+    ("x = 3", "float(f'{x:.2f}')", 3.0), ("x = 'a'", "f'{x!r:>5}'.strip()", "asked"), ("x = 2", "float(f'{x:03d}')", 2.0)])
+def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp_path, before, value, expected):
+    assert learning_rate(tmp_path, before, value) == expected
+
+
+@pytest.mark.parametrize("before, after, expected", [
+    (INSIDE.format("lr=5e-6", "main()"), "", 5e-6), (INSIDE.format("lr=5e-6", "main(7e-6)"), "", 7e-6), (INSIDE.format("lr", "main(lr=lr)"), "", 1e-6),
+    (INSIDE.format("lr=5e-6", "main(*x)"), "", "asked"), (INSIDE.format("lr=5e-6", "fire(main)"), "", "asked"),
+    (INSIDE.format("lr=5e-6", "main()\nmain(1)"), "", "asked"), (INSIDE.format("**lr", "main(lr=2)"), "", "asked"),
+    ("class C:\n    def f(self, lr):\n        GRPOConfig(learning_rate=lr)\nf(2)", "", "asked"),
+    ("config = GRPOConfig(learning_rate=lr)", "config.learning_rate *= 2", "asked"),
+    ("config = GRPOConfig(learning_rate=lr)", "config.learning_rate, x = 5e-6, 2", "asked"),
+    ("config = GRPOConfig(learning_rate=lr)", "x, config.learning_rate = f()", "asked"),
+    ("config = GRPOConfig(learning_rate=lr)", "setattr(config, 'learning_rate', 5e-6)", "asked"),
+    ("config: GRPOConfig = GRPOConfig(learning_rate=lr)", "config.learning_rate = 5e-6", "asked")])
+def test_parameters_have_the_value_of_their_functions_one_call(tmp_path, before, after, expected):
+    text = PROGRAM.replace("config = GRPOConfig(learning_rate={value}, num_generations=8)", "{value}")
+    (tmp_path / "job.py").write_text(text.format(before=before, value="", after=after))
+    command.main(["trl", str(tmp_path / "job.py"), "--gpus=8", f"--out={tmp_path / 'out'}"])
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    asked = any("learning_rate=" in text for text in data["needs_you"])
+    assert ("asked" if asked else next(k["value"] for k in data["keys"] if k["key"] == "learning_rate")) == expected
