@@ -1,9 +1,9 @@
 """Programs in Python as settings: keyword arguments of config classes, read by `ast`; nothing is executed.
 
 Read are literals, names and attributes to which one assignment, one call or a default of argparse or a dataclass, and
-nothing else in the file, gives a literal (python_values.py), variables of the environment that have a default or are given, texts put together of those, and sums and
-products of numbers. Branches that such values rule out are not read. Everything else is computed, and asked for; so is
-a key to which two calls give two values.
+nothing else in the file, gives a literal (python_values.py), variables of the environment that have a default or are
+given, texts put together of those, and sums and products of numbers. Branches that such values rule out are not read.
+Everything else is computed, and asked for; so is a key to which two calls give two values.
 """
 
 from __future__ import annotations
