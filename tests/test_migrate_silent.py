@@ -6,6 +6,7 @@ import pytest
 from test_migrate import migrated, values
 
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.shell import Script
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
@@ -316,3 +317,40 @@ def test_parameters_have_the_value_of_their_functions_one_call(tmp_path, before,
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     asked = any("learning_rate=" in text for text in data["needs_you"])
     assert ("asked" if asked else next(k["value"] for k in data["keys"] if k["key"] == "learning_rate")) == expected
+
+
+def variables(folder, text, **environment):
+    """(variables after a script, its commands as texts, its notes)."""
+    (folder / "job.sh").write_text(text)
+    script = Script(environment, [])
+    script.run(folder / "job.sh")
+    return script.variables, [" ".join(word for word, _ in c.words) for c in script.commands], script.notes
+
+
+def test_variables_before_a_command_and_in_a_subshell_are_of_these_alone(tmp_path):
+    (tmp_path / "other.sh").write_text("echo other $LR\nSEED=1\n")
+    text = "LR=1e-6\nLR=5e-6 NEW=1 python prepare.py $LR\n( LR=7e-6; SEED=2; echo in $LR )\n(( N = 1 ))\n"
+    found, commands, _ = variables(tmp_path, text + "LR=6e-6 bash other.sh\nLR=8e-6 source other.sh\necho end $LR $NEW\n")
+    assert found == {"LR": "1e-6", "SEED": "1"}
+    assert [c for c in commands if "echo" in c or "prepare" in c] == [
+        "python prepare.py 1e-6", "echo in 7e-6", "echo other 6e-6", "echo other 8e-6", "echo end 1e-6 $NEW"]
+    found, _, _ = variables(tmp_path, "case $M in (a|b) X=1; ( Y=2 ) ;; (c) X=3 ;; esac\ncase $M in\n c | a ) Z=1 ;;\nesac\n(\nX=4\n)\n", M="a")
+    assert found == {"M": "a", "X": "1", "Z": "1"}
+
+
+@pytest.mark.parametrize("value, expected", [
+    ("${X,,}", "org/qwen-7b"), ("${X^^}", "ORG/QWEN-7B"), ("${Y^}", "Abc"), ("${X,}", "org/Qwen-7B"), ("${X:0:3}", "Org"), ("${X: -2}", "7B"),
+    ("${X:4}", "Qwen-7B"), ("${X:1:-3}", "rg/Qwen"), ("${X:N*2:N}", "Qw"), ("${X//\\//_}", "Org_Qwen-7B"), ("\"${X//\\//_}\"", "Org_Qwen-7B"),
+    ("${X/\\//}", "OrgQwen-7B"), ("${X//[0-9Q]/.}", "Org/.wen-.B"), ("${X/#Org/o}", "o/Qwen-7B"), ("${X/%B/b}", "Org/Qwen-7b"), ("${X//$Q/q}", "Org/q-7B"),
+    ("${X/Q*-/}", "Org/7B"), ("${X/\"*\"/}", "Org/Qwen-7B"), ("${X##*/}", "Qwen-7B"), ("${X%-*}", "Org/Qwen"), ("${X//[[:digit:]]/}", "Org/Qwen-B"),
+    ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"), ("${U:-d}", "d")])
+def test_parts_of_variables_are_those_of_the_shell(tmp_path, value, expected):
+    text = "X=Org/Qwen-7B\nY=abc\nN=2\nQ=Qwen\nP=Y\nA=(a b c)\nprintf '%s' "
+    _, commands, notes = variables(tmp_path, text + value + "\n")
+    assert commands[-1] == f"printf %s {expected}" and not notes
+
+
+def test_parts_of_variables_that_are_not_read_are_noted(tmp_path):
+    for value, kept in (("${X@Q}", "Ab"), ("${X^^[a]}", "Ab"), ("${U,,}", "$U"), ("${U:0:4}", "$U"), ("${!A[@]}", "${!A[@]}")):
+        _, commands, notes = variables(tmp_path, f"X=Ab\necho {value}\n")
+        assert commands == [f"echo {kept}"] and len(notes) == 1, (value, commands, notes)

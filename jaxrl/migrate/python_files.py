@@ -230,7 +230,7 @@ def _assigned(nodes: list[ast.AST], known: Values, calls: Calls, file: str) -> I
         renamed = configs.get(of, {})
         key = renamed.get(attribute, (renamed.get("") or "") + attribute)
         found = known.value(value) if isinstance(value, ast.expr) else Computed(text_of(value))
-        inner = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} 
+        inner = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
         if key is not None and not (isinstance(found, Computed) and inner & parsed):
             yield key, found, f"{file}:{line}"
 
