@@ -1,11 +1,13 @@
 """jaxrl.migrate: values that a reader cut, passed over or read by one spelling, and said nothing of it."""
 
 import json
+import os
 
 import pytest
 from test_migrate import migrated, values
 
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.report import write
 from jaxrl.migrate.shell import Script
 from jaxrl.migrate.source import Unreadable
 from jaxrl.migrate.systems import table_of
@@ -354,3 +356,38 @@ def test_parts_of_variables_that_are_not_read_are_noted(tmp_path):
     for value, kept in (("${X@Q}", "Ab"), ("${X^^[a]}", "Ab"), ("${U,,}", "$U"), ("${U:0:4}", "$U"), ("${!A[@]}", "${!A[@]}")):
         _, commands, notes = variables(tmp_path, f"X=Ab\necho {value}\n")
         assert commands == [f"echo {kept}"] and len(notes) == 1, (value, commands, notes)
+
+
+KEY = "sk-abc"
+
+
+@pytest.mark.parametrize("system, settings", [
+    ("verl", {R + "multi_turn.enable": True, R + "multi_turn.max_assistant_turns": 2, R + "multi_turn.api_key": KEY}),
+    ("skyrl", {"generator.max_turns": 2, "environment.skyrl_gym.x.api_key": KEY}),
+    ("areal", {"agent_run_args.max_turns": 2, "econfig.api_key": KEY}),
+    ("cosmos_rl", {f"rollout.multi_turn_config.{k}": v for k, v in {"enable": True, "api_key": KEY}.items()}),
+    ("roll/agentic", {**GAMES, "custom_envs.x.env_config.api_key": KEY, "custom_envs.x.env_config.judge.url": f"http://me:{KEY}@there/v1"}),
+    ("roll/agentic", {**GAMES, "custom_envs.x.env_manager_cls": "mine.Manager", "custom_envs.x.env_config.api_key": KEY})])
+def test_secrets_are_variables_of_the_environment(system, settings, tmp_path):
+    m = of(system, settings, gpus=8)
+    assert all(KEY not in text for text in m.files.values()) and values(m)["env.variables"] == ("API_KEY",)
+    text = m.files[f"{m.name}_env.py"]
+    assert "API_KEY" in text and "os.environ" in text.replace("\n", "")
+    assert len([t for t in m.needs_you if "export API_KEY=" in t and "api_key" in t]) == 1
+    if "import os" in text:
+        os.environ["API_KEY"] = "x"
+        made = {}
+        try:
+            exec(text, made)  # noqa: S102
+        finally:
+            del os.environ["API_KEY"]
+        assert made["ENVS"]["x"]["config"] == {"api_key": "x", "judge": {"url": "http://<redacted>@there/v1"}}
+    data = write(tmp_path, m, "job.yaml", False)
+    assert KEY not in "".join(path.read_text() for path in tmp_path.iterdir()) and data["outcome"] == "partial"
+
+
+def test_a_config_holds_no_secret(tmp_path):
+    write(tmp_path / "w", of("cosmos_rl", {"custom.api_key": KEY, "custom.judge.hf_token": "$MY_TOKEN"}, gpus=8), "job.yaml", False)
+    text = (tmp_path / "w" / "job.py").read_text()
+    assert KEY not in text and "here('$API_KEY')" in text and "here('$MY_TOKEN')" in text
+    assert "export API_KEY=" in (tmp_path / "w" / "report.md").read_text()

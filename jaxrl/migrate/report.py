@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl.config.load import redacted_tree
 from jaxrl.config.schema import free_tables, options
+from jaxrl.migrate.secret_values import take_out
 from jaxrl.migrate.source import Literal, Unreadable
 from jaxrl.migrate.table import KINDS, MISSING, Migration
 
@@ -363,6 +364,7 @@ def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
     Unreadable, before it writes, for a config there that was edited since; OSError for a folder that cannot be written.
     strict: refuse in place of partial."""
     name = name_of(file)
+    take_out(m)
     config = out / f"{name}.py"
     edited = _edited(out, config, m)
     if m.outcome(strict) != "refused":

@@ -171,10 +171,9 @@ def turns(m: Migration):
         m.set("env.max_turns", most, "max_tool_calling_iterations")
     if not found:
         return
-    said = [f"{key}={text}" for key, text in found]
     if most:
         m.options.pop("env.max_turns")
-    episodes.episode(m, f"the script's {found[0][0]}", said, most, found[0][0], "max_tool_calling_iterations")
+    episodes.episode(m, f"the script's {found[0][0]}", found, most, found[0][0], "max_tool_calling_iterations")
     m.needs(
         "env.tools takes TRL's tools as they are, typed functions with a docstring, as module:name or ./file.py:name"
     )
