@@ -391,3 +391,11 @@ def test_a_config_holds_no_secret(tmp_path):
     text = (tmp_path / "w" / "job.py").read_text()
     assert KEY not in text and "here('$API_KEY')" in text and "here('$MY_TOKEN')" in text
     assert "export API_KEY=" in (tmp_path / "w" / "report.md").read_text()
+
+
+def test_a_text_answer_that_begins_with_a_bracket_is_one_answer():
+    made = {}
+    exec(of("rlinf").files["job_reward.py"], made)  # noqa: S102
+    score = lambda completion, answer: made["score"]("", f"\\boxed{{{completion}}}", answer)  # noqa: E731
+    assert [score(c, "[1, 2]") for c in ("[1, 2]", "1")] == [1, 0] and [score(c, "[0, 1)") for c in ("[0, 1)", "1")] == [1, 0]
+    assert [score(c, ["3", "4"]) for c in ("4", "5")] == [1, 0]
