@@ -7,9 +7,10 @@ import pytest
 from test_migrate import migrated, values
 
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate.awk import computed
 from jaxrl.migrate.report import write
 from jaxrl.migrate.shell import Script
-from jaxrl.migrate.source import Unreadable
+from jaxrl.migrate.source import Setting, Unreadable, interpolate
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
 from jaxrl.migrate.yaml_files import YamlReader
@@ -399,3 +400,28 @@ def test_a_text_answer_that_begins_with_a_bracket_is_one_answer():
     score = lambda completion, answer: made["score"]("", f"\\boxed{{{completion}}}", answer)  # noqa: E731
     assert [score(c, "[1, 2]") for c in ("[1, 2]", "1")] == [1, 0] and [score(c, "[0, 1)") for c in ("[0, 1)", "1")] == [1, 0]
     assert [score(c, ["3", "4"]) for c in ("4", "5")] == [1, 0]
+
+
+def test_lengths_that_leave_no_completion_are_refused():
+    for settings, key in (({"prompt_length": 64, "sequence_length": 64}, "sequence_length"), ({"response_length": -1}, "response_length"),
+                          ({"response_length": 64, "val_prompt_length": 64, "val_sequence_length": 64}, "val_sequence_length")):
+        m = of("roll", settings, gpus=8)
+        assert [name for name, _, refuse in m.lacking if refuse] == [key] and not any("neither" in text for text in m.needs_you)
+    assert any("neither" in text for text in of("roll", {"sequence_length": None, "response_length": None}, gpus=8).needs_you)
+
+
+@pytest.mark.parametrize("program, expected", [
+    ("print 1234567", "1234567"), ("print 1234567.5", "1.23457e+06"), ("print 3 * 0.1", "0.3"), ("x = 6; print x / 2", "3"), ("print 2e20", None),
+    ("print 1; print 2", "1\n2"), ('printf \\"%.1f\\", 1; printf \\"%.0f\\n\\", 2; print 3', "1.02\n3"), ("print 1; exit", None), ("x = 1", None)])
+def test_awk_prints_numbers_as_it_does(program, expected):
+    assert computed(f'awk "BEGIN {{{program}}}"') == expected
+
+
+def test_references_in_tables_within_lists_are_followed(tmp_path):
+    (tmp_path / "job.yaml").write_text(
+        "lr: 1e-6\ndata: [{name: a, share: '${.weight}', weight: 0.5, rate: '${lr}', in: [{b: 'x${lr}'}]}, '${lr}']\n")
+    settings = {s.key: s for s in YamlReader([]).file(tmp_path / "job.yaml")}
+    found = {key: s.value for key, s in interpolate(settings).items()}
+    assert found["data"] == [{"name": "a", "share": 0.5, "weight": 0.5, "rate": 1e-6, "in": [{"b": "x1e-06"}]}, 1e-6]
+    with pytest.raises(Unreadable, match="has no entry"):
+        interpolate({"a": Setting("a", [{"b": "${.c}"}], "x")})
