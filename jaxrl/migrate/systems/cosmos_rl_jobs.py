@@ -296,7 +296,7 @@ def turns(m: Migration):
     t = ROLL + "multi_turn_config."
     if recipe(m) == "sft" or not m.flag(t + "enable"):
         return
-    said = [f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(t)]
+    said = [(s.key, s.value) for s in m.singles.values() if s.key.startswith(t)]
     turns = m.integer(t + "max_assistant_turns")
     episodes.episode(m, "the launcher's script", said, turns, t + "enable", t + "max_assistant_turns")
     if m.flag(t + "enable_thinking"):

@@ -515,16 +515,12 @@ def data(m: Migration):
         m.set("train.steps", steps, RUNNER + "max_steps")
 
 
-MATH = '''"""RLinf's math reward: 1 where a completion agrees with an answer of the row (reward.scale, bias)."""
-
-import json
+MATH = '''"""RLinf's math reward: 1 where a completion agrees with the row's answer, or one of its list (reward.scale, bias)."""
 
 from jaxrl.rewards.builtin import math_reward
 
 
 def score(prompt, completion, answer=None, **columns):
-    if isinstance(answer, str) and answer.startswith("["):
-        answer = json.loads(answer)
     answers = answer if isinstance(answer, list | tuple) else [answer]
     return float(any(math_reward(prompt, completion, str(one)) for one in answers))
 '''
