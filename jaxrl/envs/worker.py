@@ -10,7 +10,6 @@ Asynchronous episodes are tasks of one event loop. Each plain episode has a thre
 plain methods of classes and plain tools run on the loop, also one at a time; the plain code of each episode has its own
 random state. With env.threads it runs concurrently in threads. Shared memory holds which code runs since when; the
 pool kills what hangs."""
-
 from __future__ import annotations
 
 import asyncio

@@ -136,8 +136,10 @@ _OVERRIDE = re.compile(r"(\+\+|\+|~|--)?([A-Za-z_][\w./@-]*)=(.*)", re.S)
 
 def override(word: str, where: str) -> list[Setting]:
     """Returns the settings of an override such as '+a.b=1' or '--a/b=1': one, or one per entry of a table. [] where the
-    word is no override. `~a.b=1`, which deletes the key in hydra, gives null. Raises Unreadable for a value that
-    `override_value` does not read. where: the place of the settings."""
+    word is no override. `~a.b` and `~a.b=1`, which delete the key in hydra, give null. Raises Unreadable for a value
+    that `override_value` does not read. where: the place of the settings."""
+    if found := re.fullmatch(r"~([A-Za-z_][\w./@-]*)", word):
+        return [Setting(found[1].replace("/", "."), None, where)]
     found = _OVERRIDE.fullmatch(word)
     if not found:
         return []

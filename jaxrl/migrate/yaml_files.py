@@ -56,9 +56,10 @@ class YamlReader:
 
         Args:
           package: table above all keys, which `# @package` in the file replaces. fixed: unless it is fixed, by the
-            entry that includes the file. depth: how many files include this one.
+            entry that includes the file. depth: how many files include this one, at most DEEPEST.
 
-        Raises Unreadable for text that is no YAML, and files that include each other."""
+        Raises Unreadable for a file that cannot be read, is too large or no UTF-8, for text that `text` does not read,
+        and for files that include each other."""
         if depth > DEEPEST:
             raise Unreadable(path.name, "defaults", "files that include each other")
         self.root = self.root or path.parent

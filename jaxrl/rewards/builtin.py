@@ -38,7 +38,8 @@ def register_reward(name: str):
     image_sizes, and of the run user (config.user), format_pattern and code_score. It returns a float, None (no score
     for this row), or (float, {metric: number}); for a batch a list of these. It runs in worker processes, so it must
     be importable there. Attributes of the function that workers read, if it has them: `prepare`, called before the
-    worker is ready; `size` and `seconds`, completions and time limit of one call of a batched function.
+    worker is ready; `size`, completions in one call of a batched function (else all at once); `seconds`, the limit of
+    one call (else reward.timeout_seconds).
 
     Raises:
       ValueError: another function, a built-in one too, or a service (remote, judge) has this name.

@@ -125,7 +125,7 @@ OLD_NORM = ("reward_norm", "reward_shift", "reward_scale")
 
 def advantage(m: Migration):
     """Sets algorithm.advantage, reward norms and what `normalised` sets, for gae, grpo, reinforce; refuses other
-    estimators and norms. Notes groups of one, which are not normed, and norms that ROLL takes within a domain."""
+    estimators and norms. Notes group norms of groups of one, left out, and norms that ROLL takes within a domain."""
     name, group = m.text("adv_estimator"), m.integer("num_return_sequences_in_group")
     if name not in ("gae", "grpo", "reinforce"):
         m.lacks(

@@ -104,9 +104,9 @@ def _source(cfg, name, source):
 def entry(name, opt, value):
     """Returns the problems of an entry of a source or an adapter that is an option: its kind, choices and bound.
 
-    Lists must be texts, or one text; their choices, and what a table holds, are not looked at, nor whether a number is
-    finite, which holds for all tables (common.check). name: of the entry, for the text. opt: the Option that the entry
-    replaces.
+    None is refused, also where it is the option's default. Lists must be texts, at least one, or one text; their
+    choices, and what a table holds, are not looked at, nor whether a number is finite, which holds for all tables
+    (common.check). name: of the entry, for the text. opt: the Option that the entry replaces.
     """
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value

@@ -249,8 +249,8 @@ class Fleet:
     # ---- start ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Waits until the servers reply, and checks them. All of ours must reply; of given ones at least one, and
-        others may join later.
+        """Waits until the servers reply, and checks them: at most rollout.vllm.setup_seconds, for further given ones
+        LATECOMER_SECONDS once one is up. All of ours must reply; of given ones at least one, and others may join later.
 
         Raises:
           ConfigError: a restart would not help: wrong options, a refused call, or servers that cannot serve this run.
