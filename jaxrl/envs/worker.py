@@ -195,8 +195,7 @@ class Attempt:
         if self.late:
             self.chat._reward = payload["reward"]  # `end` reports it
             raise EpisodeTimeout
-        seconds_spent = self.seconds_spent()
-        self.seconds += seconds_spent
+        self.seconds += (seconds_spent := self.seconds_spent())
         self.server.send([self.n, "send", payload | {"seconds": seconds_spent}])
 
     async def exchange(self, payload: dict) -> dict:
