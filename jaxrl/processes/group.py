@@ -77,7 +77,7 @@ def _check_single(options, environ) -> None:
     if count != 1 or number:
         raise ConfigError(f"this is process {number} of {count} by launch.process and launch.processes, or by"
                           " $JAXRL_PROCESS and $JAXRL_PROCESSES, without a coordinator: set launch.coordinator or"
-                          " $JAXRL_COORDINATOR to host:port of process 0, or launch.hosts=none for a run of one process")
+                          " $JAXRL_COORDINATOR to host:port of process 0, or launch.hosts=none for one process")
 
 
 def _number(environ, name: str, source: str) -> int:

@@ -1,4 +1,4 @@
-"""Makes files survive a power failure: their contents, then their names. Called by app, journal, snapshots and store."""
+"""Makes files survive a power failure: their contents, then their names. Called by app, journal, snapshots, store."""
 
 from __future__ import annotations
 
