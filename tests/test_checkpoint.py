@@ -231,6 +231,24 @@ def test_a_damaged_newest_falls_back_loudly(tmp_path, damage, caplog):
     assert same(make(tmp_path).restore(state(0)).arrays, state(3))
 
 
+def test_a_newest_that_cannot_be_read_falls_back_loudly(tmp_path, monkeypatch, caplog):
+    """A disk's read error (EIO), which no file on a healthy disk has."""
+    checkpointer = saved(tmp_path, [1, 2])
+    broken = largest(checkpointer.directory / "00000002")
+
+    def crc(path):
+        if path == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return crc_of(path)
+
+    monkeypatch.setattr("jaxrl.checkpoint.files.crc_of", crc)
+    with caplog.at_level(logging.ERROR, "jaxrl"):
+        assert make(tmp_path).choose("auto").step == 1
+    assert f"CHECKPOINT DAMAGED: {checkpointer.directory / '00000002'}" in caplog.text and "Input/output error" in caplog.text
+    with pytest.raises(CheckpointError, match=f"{broken.name} cannot be read"):
+        make(tmp_path).choose(str(checkpointer.directory / "00000002"))
+
+
 def test_a_named_checkpoint_is_never_replaced_by_another(tmp_path):
     checkpointer = saved(tmp_path, [1, 2])
     newest = checkpointer.directory / "00000002"

@@ -3,13 +3,16 @@
 import json
 import re
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.config.help import option_lines
 from jaxrl.config.load import (
+    config_of,
     default_config,
     find_config,
+    frozen,
     get,
     load_config,
     parse_flags,
@@ -25,7 +28,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.main import main
 from jaxrl.models.families import family_of
 from jaxrl.resolve.checks import common
-from jaxrl.resolve.spec import algorithm_row, resolve
+from jaxrl.resolve.spec import algorithm_row, here, resolve
 from jaxrl.run import setup
 from jaxrl.sharding.mesh import check_experts, mesh_shape
 
@@ -220,6 +223,13 @@ BAD = [
     ("optimizer.lr", 0.0, "must be above 0"),
     ("data.answer_pattern", "####", "needs a group"),
     ("data.eval_fraction", 1.5, "must be a share in 0..1, or a whole number of rows"),
+    ("eval.controls", ("blank", "grey"), "='grey': choose one of blank"),
+    ("preference.loss", ("dpo", "simpoo"), "='simpoo': choose one of dpo"),
+    ("lora.adapters.x.lr", float("inf"), "=inf: must be a finite number"),
+    ("data.sources.a.algorithm", {"advantage_low": float("nan")}, ".advantage_low=nan: must be a finite number"),
+    ("data.sources.a.weight", ((0, 1.0), (5, float("inf"))), "=inf: must be a finite number"),
+    ("optimizer.groups", {"head": {"lr": 10**400}}, "must be a finite number"),
+    ("reward.judges.b.min_agreement", float("inf"), "=inf: must be a finite number"),
     ("eval.sets", ("test.jsonl",), "expected 'name=path', for example 'test=test.jsonl'"),
     ("eval.sets", ("a=x", "a=y"), "used twice"),
     ("eval.samples", 8, "set a temperature"),
@@ -251,6 +261,38 @@ def test_a_model_is_not_replaced_by_a_warm_starts(given, refused):
         return common.check(c)
     with pytest.raises(ConfigError, match=re.escape(refused)):
         common.check(c)
+
+
+def test_a_bool_is_no_number():
+    for name in ("train.steps", "optimizer.lr", "data.max_prompt_tokens"):
+        with pytest.raises(ConfigError, match=f"{name}=True: expected (int|float), got bool"):
+            put(default_config(), name, True)
+    c = usable()
+    c.train.steps = True  # which ConfigDict takes
+    with pytest.raises(ConfigError, match="train.steps=True: must be of type int"):
+        common.check(c)
+    with pytest.raises(ConfigError, match="optimizer.lr=10"):
+        put(c, "optimizer.lr", 10**400)
+
+
+def test_a_config_of_a_spec_can_be_changed():
+    """A frozen one is copied: locked against unknown names, its values free."""
+    c = usable()
+    c.user.size = 3
+    changed = config_of(frozen(c))
+    changed.train.steps, changed.user.more = 7, 1
+    changed.data.sources = {"a": {"weight": 1.0}}
+    assert changed.train.steps == 7 and c.train.steps != 7 and changed.user.size == 3
+    with pytest.raises(AttributeError):
+        changed.train.stepz = 1
+
+
+def test_a_capability_that_is_a_name_is_of_a_new_device(monkeypatch):
+    import jax
+    for capability, dtype in (("gfx942", "bf16"), ("7.5", "fp16"), ("9.0", "bf16")):
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert here().dtype == dtype
 
 
 def test_all_problems_are_reported_at_once():

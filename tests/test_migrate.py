@@ -924,6 +924,11 @@ def test_an_interpolation_that_names_nothing_is_refused(tmp_path, capsys, text):
     assert status == 2 and f"{text} names nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["~a.b", "~a/b", "~a.b=1"])
+def test_a_deleted_key_is_null(word):
+    assert [(s.key, s.value) for s in override(word, "here")] == [("a.b", None)]
+
+
 @pytest.mark.parametrize("text, want", [("-7 / 2", -3), ("7 / -2", -3), ("-7 % 2", -1), ("7 % -2", 1), ("-8 / 2", -4), ("7 // 2 * (3 - 5)", -6)])
 def test_arithmetic_is_a_shells(text, want):
     assert arithmetic(text) == want

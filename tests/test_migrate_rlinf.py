@@ -154,6 +154,7 @@ def test_placements():
     one = place(**{"actor,rollout": 0})
     assert one.facts["GPUs"] == 1 and values(one)["rollout.placement"] == "colocated"
     assert place(actor="node0:0-3", rollout="4-7").outcome(False) == "refused"
+    assert place(actor="0-3", rollout="7-4").outcome(False) == "refused"
 
 
 @pytest.mark.parametrize("key", ["env.train.env_type", "vla.vla_type", "diffusers.dtype", "data.video_keys", "actor.model.num_action_chunks",

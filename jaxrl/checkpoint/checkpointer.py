@@ -475,7 +475,7 @@ class Checkpointer:
         def trouble() -> str:
             try:
                 verify(path)
-            except (DamagedCheckpoint, OSError) as e:
+            except DamagedCheckpoint as e:
                 return first_line(e)
             return ""
 

@@ -124,8 +124,7 @@ def crc_of(path: Path) -> int:
 def verify(path: Path) -> None:
     """Compares the size and CRC-32 of every file of a checkpoint with its manifest (in a store the size only).
 
-    Raises DamagedCheckpoint naming the first file that is missing or differs, or the manifest if it cannot be read;
-    OSError for another file that cannot be read."""
+    Raises DamagedCheckpoint naming the first file, or the manifest, that is missing, cannot be read or differs."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = [(name, size, crc) for name, (size, crc) in dict(manifest).items()]
@@ -133,12 +132,15 @@ def verify(path: Path) -> None:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({first_line(e)})") from None
     for name, size, crc in files:
         file = path / name
-        if not file.is_file():
-            raise DamagedCheckpoint(f"{name} is missing")
-        if (there := _bytes(file)) != size:
-            raise DamagedCheckpoint(f"{name} has {there} bytes instead of {size}")
-        if crc is not None and crc_of(file) != crc:
-            raise DamagedCheckpoint(f"{name} has other content than was written")
+        try:
+            if not file.is_file():
+                raise DamagedCheckpoint(f"{name} is missing")
+            if (there := _bytes(file)) != size:
+                raise DamagedCheckpoint(f"{name} has {there} bytes instead of {size}")
+            if crc is not None and crc_of(file) != crc:
+                raise DamagedCheckpoint(f"{name} has other content than was written")
+        except OSError as e:
+            raise DamagedCheckpoint(f"{name} cannot be read ({first_line(e)})") from None
 
 
 def disk_trouble(error: BaseException | None) -> str:

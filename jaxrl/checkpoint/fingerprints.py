@@ -145,7 +145,7 @@ def weights_print(path: str, revision: str | None, field: str = "model.path") ->
     try:
         folder = hf.folder_of(jaxrl_data.resolve(path), revision)
     except ConfigError as e:
-        raise ConfigError(str(e).replace("model.path=", f"{field}=", 1)) from None
+        raise hf.error_of(field, path, e) from None
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())

@@ -97,7 +97,7 @@ def put(cfg, dotted: str, value) -> None:
 
     A text for a list is split at commas (entries stay text), any other single value becomes a list of one, an int for
     a float is converted. Raises ConfigError for an unknown name, naming the nearest known one, and for a value of
-    another type; None passes for any, and a bool for an int. Whether an option may be None, choices, bounds, the
+    another type; None passes for any. Whether an option may be None, choices, bounds, the
     entries of lists and what a free table holds are checked later (resolve.checks).
     """
     if value == {} and (below := _below(dotted)):
@@ -120,7 +120,7 @@ def put(cfg, dotted: str, value) -> None:
         return
     try:
         node[leaf] = _coerce(dotted, value, known[dotted])
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise ConfigError(f"{dotted}={value!r}: {e}") from None
 
 
@@ -137,7 +137,7 @@ def _coerce(name: str, value, opt: Option):
         return tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if value is not None and not isinstance(value, kind):
+    if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
         remedy = f"; write {{'key': value}}, or --config.{name}.key=value for one entry" if kind is dict else ""
         raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}{remedy}")
     return value
@@ -232,11 +232,13 @@ def config_of(config) -> Config:
     """Returns an editable config from a ConfigDict, the name of a config, options by name on top of the defaults, or
     None (the defaults).
 
-    A ConfigDict is copied; options may be dotted or nested. Raises ConfigError for other types, for what `put` refuses,
-    and for a name as load_config does.
+    A ConfigDict is copied, also a frozen one; options may be dotted or nested. Raises ConfigError for other types, for
+    what `put` refuses, and for a name as load_config does.
     """
     if isinstance(config, str | Path):
         return load_config(str(config))
+    if isinstance(config, config_dict.FrozenConfigDict):
+        return editable(config)
     if isinstance(config, config_dict.ConfigDict):
         copied: Any = config.copy_and_resolve_references()
         return copied

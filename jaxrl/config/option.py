@@ -103,6 +103,11 @@ BOUNDS = {  # name -> (whether a number keeps it, what to say where it does not)
 }
 
 
+def is_finite(number) -> bool:
+    """Returns whether a float can hold a number: False for NaN, infinities and integers beyond float64."""
+    return abs(number) <= sys.float_info.max
+
+
 def no_effect(name: str, value, without: str, remedy: str) -> str:
     """Returns the problem of an option that nothing would read. without: reason, such as "without
     rollout.engine=vllm".

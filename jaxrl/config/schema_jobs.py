@@ -21,7 +21,7 @@ LORA = shared({
     "alpha_pattern": O((), "the same for alpha", needs="not lora.path"),
     "modules_to_save": O((), "ends of names of modules that train whole beside the adapters", needs="not lora.path"),
     "init": O("default", "how A and B begin: default (A uniform in +-1/sqrt(inputs), B 0), gaussian (A normal, 1/rank), orthogonal,"
-                         " pissa, pissa_niter_<n>, olora or eva (of the inputs of the first rows); the last four are described in"
+                         " pissa, pissa_niter_<n>, olora or eva (of the inputs of rows without images); the last four are described in"
                          " models/adapters/initialization.py", needs="not lora.path"),
     "path": O("", "PEFT folder or hub id of an adapter to start from; it sets ranks, alphas and modules"),
     "publish": O("auto", "what the engine is given: the base with the adapters merged in, or both apart; auto: apart where the embedded sampler"

@@ -478,7 +478,7 @@ class Dataset:
             value: Any = raw.get(column)
             try:
                 out[i] = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 out[i] = np.nan
             if not np.isfinite(out[i]):
                 raise ConfigError(f"{where}: column {column!r} (data.difficulty) holds {value!r}, expected a number")

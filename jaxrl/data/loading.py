@@ -71,8 +71,8 @@ def _load_sources(config, tokenizer, eos_id, rows, tools, images) -> Mixture:
     for name in sorted(config.data.sources):
         options, own = config.data.sources[name], source_config(config, name)
         d, bad = own.data, BadRows(own.data.bad_rows)
-        key = ("path" in options, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows)
-        if key not in known:  # sources that differ in `where` only share one read
+        key = ("path" in options, d.path, d.split, d.subset, d.revision, d.max_rows, d.bad_rows, _kept(own, images))
+        if key not in known:  # sources that differ in `where`, or in columns of text, share one read
             known[key], *_ = _train_rows(own, bad, None if "path" in options else rows, images)
         tables = known[key]
         numbers = select_rows(tables, options["where"], name) if options.get("where") else None

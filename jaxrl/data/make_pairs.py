@@ -26,12 +26,16 @@ def make_pairs(records, per_prompt: int = 1, gap: float = 0.0, reward: str = "")
       records: dicts with prompt (or `asked`, which goes before it), completion, score, finish, answer and
         reward["parts"].
       per_prompt: maximum number of pairs of one prompt.
-      gap: minimum difference (exclusive) between the scores of a pair; below 0 a completion may be paired with itself.
+      gap: minimum difference (exclusive) between the scores of a pair, at least 0.
       reward: name of the reward that is the score; empty for the run's total score.
 
     Returns:
       (rows, counts): counts of dropped completions by reason, of "prompts" and of "prompts without a pair".
+
+    Raises ValueError for a gap below 0, with which a completion could be its own rejected one, or that is no number.
     """
+    if not gap >= 0:
+        raise ValueError(f"gap={gap}: must be at least 0")
     groups: dict[str, tuple[dict, dict[str, float]]] = {}
     counts = {"without a score": 0, "cut by the length limit": 0, "equal texts": 0}
     for record in records:
@@ -67,7 +71,9 @@ def main(argv=None) -> None:
     parser.add_argument("--gap", type=float, default=0.0, help="scores of a pair differ by more than this")
     parser.add_argument("--reward", default="", help="name of the reward that decides; default: the sum of all")
     args = parser.parse_args(argv)
-    records = (json.loads(line) for file in args.files for line in file.read_text("utf-8").splitlines())
+    if not args.gap >= 0:
+        parser.error(f"--gap={args.gap}: must be at least 0")
+    records = (json.loads(line) for file in args.files for line in file.read_text("utf-8").split("\n") if line.strip())
     rows, counts = make_pairs(records, args.per_prompt, args.gap, args.reward)
     args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     print(f"{len(rows)} pairs in {args.out}; " + ", ".join(f"{n} {what}" for what, n in counts.items()))

@@ -35,7 +35,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     """Returns the smallest integers in the proportion of the weights; [] if all weights are 0.
 
     If their sum would exceed MOST, they are rounded so that it is MOST: down, and up where the remainder is largest.
-    Then a weight below 1 / MOST of the sum may become 0: its source gives no row.
+    A weight below 1 / MOST of the sum then counts as 1 / MOST, which the largest one gives up: only a weight of 0 gives
+    no rows.
     """
     exact = [Fraction(str(w)) for w in weights]
     total = sum(exact)
@@ -47,7 +48,12 @@ def shares(weights: Sequence[float]) -> list[int]:
         whole = MOST
         floors = [int(w * whole) for w in exact]
         rest = sorted(range(len(exact)), key=lambda k: floors[k] - exact[k] * whole)[:whole - sum(floors)]
-        return [n + (k in rest) for k, n in enumerate(floors)]
+        out = [n + (k in rest) for k, n in enumerate(floors)]
+        for k, w in enumerate(exact):
+            if w and not out[k]:
+                out[k] = 1
+                out[out.index(max(out))] -= 1
+        return out
     return [int(w * whole) for w in exact]
 
 
@@ -156,10 +162,13 @@ class Mix:
       limits: total rows each source has to give.
       exhausted: what happens once a source has given them: 'repeat' ignores the limits, 'stop' ends the order where
         the source would be asked for one more, 'others' gives its weight to the other sources and ends the order when
-        all are exhausted, or when those that are not have no weight at that step.
+        all are exhausted. If those that are not have no weight at a step, they have that of the next step at which one
+        of them has; if there is none, the order ends.
 
     Attributes:
       end: one past the last position; None for an endless order.
+      early: (step, later step) where first the sources that are left have no weight and are served by those of a later
+        step; None without such a step.
     """
 
     def __init__(self, weights: Sequence, per_step: int, limits: Sequence[int], exhausted: str = "repeat"):
@@ -170,6 +179,7 @@ class Mix:
         self._lock = threading.RLock()  # rows are prepared by threads
         self._stretches: list[Stretch] = []
         self.end: int | None = None  # one past the last position, once known
+        self.early: tuple[int, int] | None = None
         self._begin(0, [0] * len(weights))
         while self._follow():
             pass
@@ -194,7 +204,24 @@ class Mix:
 
     def _weights(self, step: int, rows_before) -> list[float]:
         closed = [self.exhausted == "others" and n >= most for n, most in zip(rows_before, self.limits, strict=True)]
-        return [0.0 if over else weight_at(w, step) for w, over in zip(self.weights, closed, strict=True)]
+
+        def at(step):
+            return [0.0 if over else weight_at(w, step) for w, over in zip(self.weights, closed, strict=True)]
+
+        if any(now := at(step)) or not any(closed):
+            return now
+        points = {int(s) for w in self.weights if not isinstance(w, int | float) for s, _ in w}
+        for later in sorted({p for point in points for p in (point, point + 1) if p > step}):
+            if any(at(later)):
+                self.early = self.early or (step, later)
+                return at(later)
+        return now
+
+    def unserved(self) -> list[int]:
+        """Returns how many rows of each source do not come before the end of the order; zeros for an endless order."""
+        if self.end is None:
+            return [0] * len(self.limits)
+        return [most - n for most, n in zip(self.limits, self.rows_before(self.end), strict=True)]
 
     def _begin(self, start: int, rows_before) -> bool:
         """Starts a range at `start`; returns False if no source has weight left."""
@@ -209,13 +236,15 @@ class Mix:
         def at(i):
             step = (start + i) // self.per_step
             if step not in known:
-                weights = shares([round(w, 6) for w in self._weights(step, rows_before)])
+                weights = shares([round(w, 6) or w for w in self._weights(step, rows_before)])
+                weights = weights or [1] * len(self.weights)  # past the end of the order, which `_over` finds
                 known[step] = self._parts.setdefault(tuple(weights), weights)
             return known[step]
 
-        if at(0):
+        begins = any(self._weights(start // self.per_step, rows_before))
+        if begins:
             self._stretches.append(Stretch(start, rows_before, at))
-        return bool(at(0))
+        return begins
 
     def _follow(self) -> bool:
         """Closes the last range if it ends, and starts the next one; returns False at the last range."""
@@ -235,7 +264,7 @@ class Mix:
 
     def _over(self, last: Stretch) -> int | None:
         """Returns the position from which a source has no rows left (with 'stop': at which it would be asked for one
-        more), or None.
+        more), or no source that has rows has weight; None without such a position.
         """
         if self.exhausted == "repeat":
             return None
@@ -244,8 +273,12 @@ class Mix:
             candidates = [last.row(k, most - more) for k, most in enumerate(self.limits)
                      if last.rows_before[k] < most + (not more)]
             return min((last.start + i + more for i in candidates if i is not None), default=None)
-        counts = np.array(last.rows_before)
+        counts, known = np.array(last.rows_before), -1
         for i in range(self._settled - last.start):
+            if more and (step := (last.start + i) // self.per_step) != known:
+                known = step
+                if not any(self._weights(step, last.rows_before)):
+                    return last.start + i
             k, _ = last.at(i)
             counts[k] += 1
             if counts[k] == self.limits[k] + (not more):

@@ -14,12 +14,12 @@ label as a bool, and the margin, if the row has one, as a float.
 
 from __future__ import annotations
 
-import math
 import os
 
 import numpy as np
 
 from jaxrl.algorithms.preference import LOSSES
+from jaxrl.config.option import is_finite
 from jaxrl.data.chat_template import PromptError, check_messages
 from jaxrl.data.dataset import Reader, Row, assistant_content, missing_column, prompt_column
 
@@ -223,6 +223,7 @@ def label_of(value, name: str) -> bool:
 
 def margin_of(value, name: str) -> float:
     """Returns a margin as a float. Raises PromptError, naming the column, unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PromptError(f"column {name!r} (data.margin_column) holds {value!r}, expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
+        shown = "an integer beyond float64" if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+        raise PromptError(f"column {name!r} (data.margin_column) holds {shown}, expected a number")
     return float(value)

@@ -10,8 +10,6 @@ tokens that end a step, and has one number per step in the column `labels`.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from jaxrl.data.chat_template import PromptError
@@ -57,7 +55,7 @@ class StepReader(Reader):
         if not all(isinstance(step, str) for step in steps) or not all(step + o.separator for step in steps):
             raise PromptError(f"column {o.steps_column!r} (reward_model.steps_column): every step must be "
                               "non-empty text")
-        if not all(isinstance(x, bool | int | float) and math.isfinite(x) and 0 <= x <= 1 for x in labels):
+        if not all(isinstance(x, bool | int | float) and 0 <= x <= 1 for x in labels):
             raise PromptError(f"column {o.labels_column!r} (reward_model.labels_column) holds {labels!r}, expected "
                               "true, false or probabilities")
         if len(steps) != len(labels):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import logging
 import os
@@ -105,14 +104,16 @@ class ArrowTable:
     absent ones, so keys of structs whose value is null are dropped (`_from_arrow` names the exceptions).
 
     Args:
-      table: the rows. name: of the file or data set; a row's place is "name:number", counted from 1.
+      table: the rows. name: of the file or data set.
       commits: hub commits of the rows. keep: names of columns that may be binary.
+      in_memory: whether a row's place is "name[number]", counted from 0, as of rows that a caller passes; else it is
+        "name:number", counted from 1.
 
     Raises DataError for a column, or a key of a nested one, that occurs twice.
     """
 
-    def __init__(self, table: pa.Table, name: str, commits=(), keep=()):
-        self.commits = commits
+    def __init__(self, table: pa.Table, name: str, commits=(), keep=(), in_memory: bool = False):
+        self.commits, self._in_memory = commits, in_memory
         _check_columns(table.schema, name)
         binary = [f.name for f in table.schema if _holds_binary(f.type) and f.name not in keep]
         if binary:
@@ -130,7 +131,7 @@ class ArrowTable:
 
     def __getitem__(self, i: int) -> tuple[dict[str, Any], str]:
         row = {f.name: _from_arrow(self._table.column(f.name)[i].as_py(), f.type) for f in self._table.schema}
-        return row, f"{self._name}:{i + 1}"
+        return row, f"{self._name}[{i}]" if self._in_memory else f"{self._name}:{i + 1}"
 
 
 class _Hashed(io.RawIOBase):
@@ -251,9 +252,8 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
     Args:
       rows: an iterable of dicts, a datasets.Dataset or a datasets.IterableDataset.
       bad: counts or raises for rows that cannot be read.
-      field: argument name for messages; a row's place is "<field>[3]", counted from 0, of a datasets.Dataset
-        "<field>:4", counted from 1.
-      limit: looks at the first rows alone, those that cannot be used counted; 0 for all.
+      field: argument name for messages; a row's place is "<field>[3]", counted from 0.
+      limit: keeps the first rows that can be read; 0 for all.
       keep: columns that may hold images, as bytes, uint8 arrays or Pillow images. Binary columns of a datasets.Dataset
         that are not among them are dropped with a warning.
 
@@ -263,18 +263,17 @@ def from_memory(rows, bad: BadRows, *, field: str, limit: int = 0, keep=()) -> T
         remedy = f"; give one of its splits: {', '.join(map(str, splits))}" if splits else ""
         raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}{remedy}")
     if hasattr(rows, "with_format") and hasattr(rows, "__len__"):  # a datasets.Dataset; binary columns go
-        parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field, keep=keep)]
+        parts = [ArrowTable(rows.with_format("arrow")[:limit or len(rows)], field, keep=keep, in_memory=True)]
     else:
         arrow = hasattr(rows, "with_format")  # a datasets.IterableDataset, whose rows come from Arrow
         try:
             values = ((row, f"{field}[{i}]") for i, row in enumerate(rows))
         except TypeError:
             raise DataError(f"{field} is {type_of(rows)}: {EXPECTED}") from None
-        values = itertools.islice(values, limit or None)
         kinds = rows.features.arrow_schema if arrow and rows.features else ()
         kinds = {f.name: f.type for f in kinds}
         values = ((_plain_arrow_row(row, kinds) if arrow else row, where) for row, where in values)
-        parts = [_rows(((_plain_row(row, keep), where) for row, where in values), bad, sys.maxsize)]
+        parts = [_rows(((_plain_row(row, keep), where) for row, where in values), bad, limit or sys.maxsize)]
     if not len(parts[0]):
         raise DataError(f"{field} holds no rows" + "".join(f"\n  {m}" for m in bad.messages[:3]))
     return Tables(parts)

@@ -94,6 +94,7 @@ class Stream:
             self.mix = Mix(weights, per_step, [epochs * n for n in dataset.sizes], exhausted)
             self._starts, self._sizes = dataset.starts, dict(zip(dataset.parts, dataset.sizes, strict=True))
             self.end = self.end if self.mix.end is None else self.mix.end
+            _warn_of_weights(self.mix, list(dataset.parts), exhausted)
         self._least = per_step if drop_last else 1
         if epochs and drop_last:
             self.end -= self.end % per_step
@@ -273,3 +274,17 @@ class Stream:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+
+def _warn_of_weights(mix: Mix, names: list[str], exhausted: str) -> None:
+    """Warns of sources that are served before they have weight, and of rows that never come, with 'others'."""
+    if exhausted != "others":
+        return
+    if mix.early:
+        step, later = mix.early
+        log.warning("data.sources: from step %d on, the sources that are not exhausted have weight 0; they get their "
+                    "weights of step %d early. To choose others, give them weight from step %d on", step, later, step)
+    for name, weight, rows in zip(names, mix.weights, mix.unserved(), strict=True):
+        if rows and weight:
+            log.warning("data.sources.%s: %d of its rows never come: it has no weight after the other sources are "
+                        "exhausted. Give it a last weight above 0 to train on them", name, rows)

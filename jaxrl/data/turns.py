@@ -78,8 +78,8 @@ class TurnRenderer:
         """Returns the [P] int32 ids of a whole conversation (a text is one user turn), ending
         with the generation prompt.
 
-        No control token comes from the content of a message that is not the assistant's; other fields (name) are
-        written as they are.
+        No control token comes from the content of a message that is not the assistant's, or from a message's name or
+        tool_call_id.
 
         Args:
           messages: text or chat messages.
@@ -160,19 +160,20 @@ class TurnRenderer:
             return False
 
     def _hide(self, message: dict, hidden: list[str]) -> dict:
-        """Returns the message with sentinels in place of control tokens in its content; the originals
-        are appended to `hidden`.
+        """Returns the message with sentinels in place of control tokens in its content, unless it is the assistant's,
+        and in its name and tool_call_id; the originals are appended to `hidden`.
         """
-        content = message.get("content")
-        if message["role"] == "assistant" or not isinstance(content, str | list):
-            return message
-
         def stand_in(match):
             hidden.append(match.group())
             return sentinel("c", len(hidden) - 1)
 
         def without(text):
             return self._spelled_control.sub(stand_in, _without_surrogates(text))
+        names = {field: without(message[field]) for field in ("name", "tool_call_id")
+                 if isinstance(message.get(field), str)}
+        message, content = {**message, **names}, message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str | list):
+            return message
         if isinstance(content, str):
             return {**message, "content": without(content)}
         return {**message, "content": [{**part, "text": without(part["text"])} if part.get("type") == "text" else part

@@ -207,6 +207,10 @@ def _step(step) -> Step:
     if not isinstance(step, Step):
         raise BadEnvironment(f"step returned {type(step).__name__}, expected "
                              "jaxrl.envs.Step(observation, reward, done)")
-    if number(step.reward) is None:
+    try:
+        known = number(step.reward) is not None
+    except OverflowError:
+        known = True  # chat.reward says so
+    if not known:
         raise BadEnvironment(f"the reward of a step is of type {type(step.reward).__name__}, expected a number")
     return step

@@ -225,10 +225,14 @@ class Chat:
         payload = {"messages": messages if self._history is None else self._history + messages,
                    "rewrite": self._history is not None, "stop": stop, "max_tokens": max_tokens,
                    "tools": [tool.schema for tool in self._tools.values()] or None,
-                   "reward": self._reward, "anchor": self._anchor, "train": True}
+                   "reward": self._reward, "anchor": self._anchor, "train": True, **self._records()}
         self._reward, self._anchor, self._history, self._sending = 0.0, "", None, True
         self._host.show_reward(0.0)
         return payload
+
+    def _records(self) -> dict:
+        """Returns what the episode's outcome has beside its score, as it is now."""
+        return {"notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
 
     def _to_turn(self, turn: dict) -> Turn:
         self._sending = False
@@ -279,11 +283,14 @@ class Chat:
         elif value is not None:
             value = _finite(value, "the value it returned", "a number, a dict of numbers or None")
         return {"value": value, "rewards": rewards, "reward": self._reward, "rewarded": self._rewarded,
-                "notes": self._notes, "counts": {"calls": self._calls, "malformed": self._malformed}}
+                **self._records()}
 
 
 def _finite(value, what: str, wanted: str = "a number", most: float = MAX_REWARD) -> float:
-    found = number(value)
+    try:
+        found = number(value)
+    except OverflowError:
+        raise BadEnvironment(f"{what} is an integer beyond the range of floats, expected {wanted}") from None
     if found is None:
         raise BadEnvironment(f"{what} is of type {type(value).__name__}, expected {wanted}")
     if not math.isfinite(found):

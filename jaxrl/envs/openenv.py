@@ -166,7 +166,10 @@ class OpenEnv:
 
     def _check_observation(self, data: dict) -> dict:
         reward = data.get("reward")
-        value = 0.0 if reward is None else number(reward)
+        try:
+            value = 0.0 if reward is None else number(reward)
+        except OverflowError:
+            value = None
         if not isinstance(data.get("observation"), dict) or not isinstance(data.get("done"), bool) or value is None:
             raise BadEnvironment(f"{self._server} gave an observation without observation, reward and done: "
                                  f"{str(data)[:80]}")

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_PYTHON_CHARS = 100_000  # most characters of a pythonic call
+MAX_SCHEMA_DEPTH = 10  # most levels of options and references in an argument's schema
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array",
+              dict: "object"}
 SPACE = re.compile(r"\s*")
 FUNCTION, PARAMETER = re.compile(r"<function=([^<>\n]+)>"), re.compile(r"\s*<parameter=([^<>\n]+)>")
 
@@ -43,20 +46,21 @@ class Parser:
       marks: the markers as spelled.
       end: index of the marker that closes a call, -1 for none.
       form: (text, markers as they appear in it, types) -> (text without its calls, calls). types: tool name ->
-        argument name -> JSON type, for formats that do not write types.
+        argument name -> JSON types, for formats that do not write types.
     """
 
     name: str
     marks: tuple[str, ...]
     end: int
-    form: Callable[[str, tuple[str, ...], dict[str, dict[str, str]]], tuple[str, list[Call]]]
+    form: Callable[[str, tuple[str, ...], dict[str, dict[str, list[str]]]], tuple[str, list[Call]]]
 
     def read(self, text: str, marks: tuple[str, ...] = (), types: dict | None = None) -> tuple[str, list[Call]]:
         """Returns (text without its calls, its calls in order). Never raises: a call that cannot be parsed, or whose
         arguments JSON cannot represent, has `error`.
 
-        marks: the markers as they appear in the text; () = as spelled. types: tool name -> argument name -> JSON type
-        (`argument_types`); None = unknown, arguments of formats without types are then text."""
+        marks: the markers as they appear in the text; () = as spelled. types: tool name -> argument name -> JSON types
+        (`argument_types`). In formats without types an argument is text if text is allowed or nothing is known of it
+        (types None: of all)."""
         outside, calls = self.form(text, marks or self.marks, types or {})
         return outside, [_plain(call) for call in calls]
 
@@ -70,17 +74,42 @@ def _plain(call: Call) -> Call:
         return Call(call.name, None, "an argument is not a plain value")
 
 
-def argument_types(tools) -> dict[str, dict[str, str]]:
-    """Returns tool name -> argument name -> JSON type, a text or a list of texts as the schema has it ("" = it names
-    none), from JSON schemas ({"type": "function", "function": {...}} or bare). tools: None = none.
+def argument_types(tools) -> dict[str, dict[str, list[str]]]:
+    """Returns tool name -> argument name -> the JSON types that its schema allows ([] = it does not say), from JSON
+    schemas ({"type": "function", "function": {...}} or bare): `type`, `anyOf`, `oneOf`, `allOf`, `nullable`, the values
+    of `enum` and `const`, and references to `$defs`. tools: None = none.
     """
     out = {}
     for tool in tools or ():
         function = tool.get("function", tool)
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        out[function.get("name", "")] = {name: spec.get("type", "") if isinstance(spec, dict) else ""
-                                         for name, spec in properties.items()}
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties") or {}
+        out[function.get("name", "")] = {name: _types(spec, parameters) for name, spec in properties.items()}
     return out
+
+
+def _types(spec, root: dict, above: tuple[int, ...] = ()) -> list[str]:
+    """Returns the JSON types that a schema allows, [] if any. root: the schema that has the definitions. above: ids of
+    the schemas around it."""
+    if not isinstance(spec, dict) or id(spec) in above or len(above) > MAX_SCHEMA_DEPTH:
+        return []
+    named, above = spec.get("type"), (*above, id(spec))
+    found = [named] if isinstance(named, str) else list(named) if isinstance(named, (list, tuple)) else []
+    options = spec.get("anyOf") or spec.get("oneOf") or ()
+    if not found and options:
+        parts = [_types(option, root, above) for option in options]
+        found = sum(parts, []) if all(parts) else []
+    if not found and isinstance(spec.get("$ref"), str):
+        value = root
+        for key in spec["$ref"].removeprefix("#/").split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
+        found = _types(value, root, above)
+    if not found and spec.get("allOf"):
+        found = next(filter(None, (_types(part, root, above) for part in spec["allOf"])), [])
+    if not found and ("enum" in spec or "const" in spec):
+        values = spec.get("enum", [spec.get("const")])
+        found = [JSON_TYPES.get(type(value), "") for value in values]
+    return list(dict.fromkeys(found + ["null"] * bool(found and spec.get("nullable"))))
 
 
 def _json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -142,9 +171,11 @@ def _hermes(text, marks, types):
 
 
 def _qwen(text, marks, types):
-    def typed(value, kind):
+    def typed(value, kinds):
         value = value.removeprefix("\n").removesuffix("\n")
-        if kind in ("", "string"):
+        if value == "null" and "null" in kinds:  # templates write None so, also where text is allowed
+            return None
+        if not kinds or "string" in kinds:
             return value
         try:
             found, end = _json(value.strip())
@@ -160,7 +191,7 @@ def _qwen(text, marks, types):
         name, body, arguments, at = head[1].strip(), inside[head.end():-len(close)], {}, 0
         while (found := PARAMETER.match(body, at)) and (end := body.find("</parameter>", found.end())) >= 0:
             key, at = found[1].strip(), end + len("</parameter>")
-            arguments[key] = typed(body[found.end():end], types.get(name, {}).get(key, ""))
+            arguments[key] = typed(body[found.end():end], types.get(name, {}).get(key, ()))
         if body[at:].strip():
             return [Call(name, None, "an argument is <parameter=name> ... </parameter>")]
         return [Call(name, arguments)]

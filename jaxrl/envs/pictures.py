@@ -105,7 +105,7 @@ def result_content(name: str, value) -> str | list:
     """
     if is_image(value):
         value = [{"type": "image", "image": value}]
-    elif isinstance(value, list | tuple) and any(map(is_image, value)):
+    elif isinstance(value, list | tuple) and any(is_image(one) or shows(one) for one in value):
         kinds = {True: "image", False: "text"}
         value = [{"type": kinds[image], kinds[image]: one} if (image := is_image(one)) or isinstance(one, str)
                  else one for one in value]

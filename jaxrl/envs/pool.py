@@ -36,9 +36,10 @@ PRINT_LINES = 20         # most lines logged each time
 STRIKES = 3             # unexplained deaths of its workers after which an episode is considered their cause
 IDLE_DEATHS = 5         # consecutive deaths of workers without an event that stop the run
 EVENT_KEYS = {  # keys of each event's data
-    "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "train", "seconds"},
+    "send": {"messages", "rewrite", "tools", "stop", "max_tokens", "reward", "anchor", "train", "notes", "counts",
+             "seconds"},
     "done": {"value", "rewards", "reward", "rewarded", "notes", "counts", "seconds"},
-    "failed": {"cause", "detail", "fault", "reward"},
+    "failed": {"cause", "detail", "fault", "reward", "notes", "counts"},
 }
 
 
@@ -305,13 +306,15 @@ class EpisodePool:
 
         send: {"messages": new ones, "rewrite": whether they are the whole history, "tools": schemas or None, "stop":
         texts, "max_tokens": int, 0 = no limit, "reward": float, of the turn before, "anchor": name of the state in
-        which the coming turn is decided, "train": whether the turn is trained, "seconds": spent in the environment}.
+        which the coming turn is decided, "train": whether the turn is trained, "notes" and "counts": of the episode so
+        far, as of done, "seconds": spent in the environment}.
 
         done: {"value": float or None, "rewards": {name: float}, "reward": float, of the last turn, "rewarded": whether
         chat.reward was called, "notes": {name: float}, "counts": {"calls", "malformed"}, "seconds"}.
 
         failed: {"cause": short text, "detail": traceback, "fault": "env", "late" or "neighbour", "reward": float, of
-        the last turn so far if the episode was late, else 0}.
+        the last turn so far if the episode was late, else 0; if it was late and its code ended also "notes" and
+        "counts", else these are absent or empty}.
 
         Every started episode ends with done or failed, unless it was cancelled.
 

@@ -122,16 +122,19 @@ def schema(fn) -> dict:
 
     A description that ends with (choices: [...]), a JSON list, allows these values alone.
 
-    Raises TypeError with a remedy: no docstring, a parameter without a type or a description, one that cannot be
-    passed by name, or a type that is not defined or that no call can hold. ValueError for choices that are not JSON."""
+    Raises TypeError with a remedy: no docstring or signature, a parameter without a type or a description, one that
+    cannot be passed by name, a type that is not defined or that no call can hold, or choices that are not a JSON
+    list."""
     name = getattr(fn, "__name__", type(fn).__name__)
     description, described, returned = _doc(name, inspect.getdoc(fn) or "")
     try:
-        hints = typing.get_type_hints(fn)
-    except NameError as e:
+        hints, signature = typing.get_type_hints(fn), inspect.signature(fn)
+    except (NameError, AttributeError, SyntaxError) as e:
         raise TypeError(f"tool {name!r}: a type of its arguments is not defined: {e}") from None
+    except ValueError as e:  # a function of C
+        raise TypeError(f"tool {name!r} has no signature; wrap it in a function with typed parameters: {e}") from None
     properties, required = {}, []
-    for key, parameter in inspect.signature(fn).parameters.items():
+    for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"tool {name!r}: parameter {key!r} cannot be passed by name; use plain parameters")
         if key not in hints:
@@ -140,8 +143,8 @@ def schema(fn) -> dict:
         if key not in described:
             raise TypeError(f"tool {name!r}: parameter {key!r} is not described; add a line '{key}: ...' below"
                             " 'Args:' in the docstring")
-        properties[key] = _type(hints[key], f"tool {name!r}: parameter {key!r}")
-        properties[key] |= _described(described[key])
+        where = f"tool {name!r}: parameter {key!r}"
+        properties[key] = _type(hints[key], where) | _described(described[key], where)
         if parameter.default is parameter.empty:
             required.append(key)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
@@ -174,12 +177,20 @@ def _doc(name: str, text: str) -> tuple[str, dict[str, str], str]:
             "\n".join(parts.get("Returns:", ())).strip())
 
 
-def _described(text: str) -> dict:
-    """Returns the schema part of a description, with the allowed values if it ends with (choices: [...])."""
+def _described(text: str, where: str) -> dict:
+    """Returns the schema part of a description, with the allowed values if it ends with (choices: [...]). where: prefix
+    of messages."""
     found = re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE)
     if not found:
         return {"description": text}
-    choices = [c.strip() if isinstance(c, str) else c for c in json.loads(found.group(1))]
+    try:
+        values = json.loads(found.group(1))
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not values:
+        raise TypeError(f"{where} has the choices {found.group(1)}, which are not a JSON list of values; write "
+                        '(choices: ["a", "b"])')
+    choices = [c.strip() if isinstance(c, str) else c for c in values]
     return {"enum": choices, "description": text[:found.start()].strip()}
 
 
@@ -192,9 +203,11 @@ def _type(hint, where: str) -> dict:
         return {"type": SIMPLE[hint]}
     if origin in (typing.Union, types.UnionType):
         return _union([_type(t, where) for t in inner if t is not type(None)], type(None) in inner)
-    if origin is typing.Literal:
+    if origin is typing.Literal and all(type(v) in SIMPLE for v in inner):
         kinds = list(dict.fromkeys(SIMPLE[type(v)] for v in inner))
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(inner)}
+    if not inner and hint in (typing.List, typing.Tuple, typing.Dict):  # noqa: UP006
+        return {"type": SIMPLE[origin]}
     if origin is list:
         return {"type": "array", "items": _type(inner[0], where)}
     if origin is tuple and ... not in inner:
@@ -221,12 +234,14 @@ def _union(kinds: list[dict], nullable: bool) -> dict:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def fit(value, kind: dict):
-    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems
-    and additionalProperties are read.
+def fit(value, kind: dict, strict: bool = False):
+    """Returns `value` converted to the type of `kind`, a JSON schema: type, enum, anyOf, nullable, items, prefixItems,
+    properties and additionalProperties are read.
 
-    3.0 becomes 3 where an integer is the only type allowed, 3 becomes 3.0 for a number; text is never converted.
-    Raises BadArguments naming the expected type."""
+    Of several types or options the first that fits is taken. 3.0 becomes 3 for an integer if nothing else fits, 3
+    becomes 3.0 for a number; text is never converted.
+
+    strict: 3.0 is not an integer, because another option may fit. Raises BadArguments naming the expected types."""
     if value is None and (kind.get("nullable") or kind.get("type") == "null"):
         return None
     if "enum" in kind:
@@ -235,12 +250,17 @@ def fit(value, kind: dict):
                 return choice
         raise BadArguments(f"one of {', '.join(map(json.dumps, kind['enum']))}")
     options = kind.get("anyOf") or [kind | {"type": t} for t in _type_names(kind)]
-    for option in options:
-        if (fitting := _fit(value, option, len(options) > 1)) is not None:
-            return fitting[0]
     if not options:
         return value
-    raise BadArguments(" or ".join(dict.fromkeys(str(o.get("type", "another value")) for o in options)))
+    if len(options) == 1:
+        return _fit(value, options[0], strict)
+    for strictly in (True,) if strict else (True, False):
+        for option in options:
+            try:
+                return _fit(value, option, strictly)
+            except BadArguments:
+                pass
+    raise BadArguments(" or ".join(dict.fromkeys(map(_kind_name, options))))
 
 
 def _type_names(kind: dict) -> list[str]:
@@ -249,34 +269,39 @@ def _type_names(kind: dict) -> list[str]:
     return sorted([names] if isinstance(names, str) else names, key=lambda name: name == "number")
 
 
-def _fit(value, kind: dict, strict: bool) -> tuple | None:
-    """Returns (value,) if it is of this kind, else None. strict: 3.0 is not an integer, because it
-    may be another kind.
-    """
+def _kind_name(kind: dict) -> str:
+    name, inner = kind.get("type", "another value"), _inner(kind.get("items"))
+    if name == "array" and "type" in inner:
+        return f"array of {_kind_name(inner)}"
+    return name if isinstance(name, str) else " or ".join(name)
+
+
+def _fit(value, kind: dict, strict: bool):
+    """Returns the value converted to one option of a schema, as `fit`. Raises BadArguments if it is of another kind."""
     name = kind.get("type")
-    if isinstance(name, list) or "anyOf" in kind or "enum" in kind:
+    if not isinstance(name, str) or "anyOf" in kind or "enum" in kind or kind.get("nullable") and value is None:
+        return fit(value, kind, strict)
+    if name == "integer" and isinstance(value, float) and value.is_integer() and not strict:
+        return int(value)
+    if name == "number" and isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
-            return (fit(value, kind),)
-        except BadArguments:
-            return None
-    if name == "integer":
-        whole = isinstance(value, float) and value.is_integer() and not strict
-        return (int(value),) if whole or isinstance(value, int) and not isinstance(value, bool) else None
-    if name == "number":
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return None
-        try:
-            return (float(value),)
+            return float(value)
         except OverflowError:  # an integer beyond the float range
-            return None
+            raise BadArguments(name) from None
     if name == "array" and isinstance(value, list):
-        wanted = kind.get("prefixItems", [kind.get("items", {})] * len(value))
+        wanted = kind.get("prefixItems", [kind.get("items")] * len(value))
         if len(wanted) != len(value):
             raise BadArguments(f"a list of {len(wanted)}")
-        return ([fit(v, k) for v, k in zip(value, wanted, strict=True)],)
+        return [fit(v, _inner(k), strict) for v, k in zip(value, wanted, strict=True)]
     if name == "object" and isinstance(value, dict):
-        return ({k: fit(v, kind.get("additionalProperties", {})) for k, v in value.items()},)
-    if name is None:
-        return (value,)
-    simple = {"string": str, "boolean": bool, "null": type(None)}.get(name)
-    return (value,) if simple and isinstance(value, simple) else None
+        own, others = kind.get("properties") or {}, kind.get("additionalProperties")
+        return {k: fit(v, _inner(own.get(k, others)), strict) for k, v in value.items()}
+    simple = {"string": str, "boolean": bool, "null": type(None), "integer": int}.get(name)
+    if simple is None or not isinstance(value, simple) or isinstance(value, bool) and simple is int:
+        raise BadArguments(_kind_name(kind))
+    return value
+
+
+def _inner(kind) -> dict:
+    """Returns the schema of a part; {} where there is none, or true or false in its place."""
+    return kind if isinstance(kind, dict) else {}

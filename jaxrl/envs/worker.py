@@ -10,7 +10,6 @@ Asynchronous episodes are tasks of one event loop. Each plain episode has a thre
 plain methods of classes and plain tools run on the loop, also one at a time; the plain code of each episode has its own
 random state. With env.threads it runs concurrently in threads. Shared memory holds which code runs since when; the
 pool kills what hangs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -194,6 +193,7 @@ class Attempt:
     def _send_payload(self, payload: dict) -> None:
         self.check()
         if self.late:
+            self.chat._reward = payload["reward"]  # `end` reports it
             raise EpisodeTimeout
         seconds_spent = self.seconds_spent()
         self.seconds += seconds_spent
@@ -274,7 +274,7 @@ class Attempt:
         self.check()
         if self.late:
             return [self.n, "failed", {"cause": self.late, "detail": f"it was at {self.phase}", "fault": "late",
-                                       "reward": self.chat._reward}]
+                                       "reward": self.chat._reward, **self.chat._records()}]
         self.seconds += self.seconds_spent()
         try:
             if error is None:
@@ -528,9 +528,10 @@ class Server:
 
 def failure(error: BaseException, phase: str) -> dict:
     """Returns the data of a "failed" message: {"cause": short text, "detail": end of the traceback, "fault": "env",
-    "reward": 0}."""
+    "reward": 0, "notes": {}, "counts": {}}."""
     text = "".join(traceback.format_exception(error))
-    return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0}
+    return {"cause": cause(error, phase), "detail": text[-MAX_TRACEBACK_CHARS:], "fault": "env", "reward": 0.0,
+            "notes": {}, "counts": {}}
 
 
 def cause(error: BaseException, phase: str) -> str:

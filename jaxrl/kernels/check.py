@@ -304,8 +304,8 @@ def first_use(dtype, heads: Heads, softcap: float = 0.0, sinks: bool = False, me
     where there are none, as on CPUs.
 
     A kernel that fails with an error is among them, one that refuses the case is not. Verdicts are kept in a file by
-    device kind, jax, kernel source and case, so that a kernel is looked at once: one that failed is not tried again
-    before one of these changes.
+    device kind, jax, kernel source and case, so that a kernel is looked at once. A kernel that failed has no verdict,
+    as memory may have been short: it is not used now, and looked at again the next time.
 
     Args:
       dtype: of the inputs, a key of TOLERANCE. heads: sizes of the model's attention.
@@ -355,7 +355,9 @@ def first_use_of_recurrence(dtype, layer: Recurrence, memory: Path | None = None
 
 def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]:
     """Calls looked(name) -> verdicts for implementations that are not known yet by this op, device, source and case."""
-    known, wrong = _read(memory), {}
+    # Without failures, which earlier versions kept.
+    known = {key: text for key, text in _read(memory).items() if not text or " wrong: " in text}
+    wrong = {}
     for name in names:
         key = _key(op, name, packages, case)
         if key not in known:
@@ -363,11 +365,15 @@ def _first_use(op: str, names, looked, packages, case, memory) -> dict[str, str]
                                             axis_types=(jax.sharding.AxisType.Auto,))):
                 found = looked(name)
             bad = [f"{v.op} {v.state}: {v.text}" for v in found if v.state in ("wrong", "failed")]
-            known[key] = "; ".join(bad)
+            states = {v.state for v in found}
+            if bad:
+                wrong[name] = "; ".join(bad)
             said = "; ".join(f"{v.op} {v.state}" + f" to {v.error:.1e}" * (v.state == "right") for v in found)
             log.info("%s: %s meets this device and jax for the first time, beside the reference: %s", op, name, said)
-            _write(memory, known)
-        if known[key]:
+            if "wrong" in states or "failed" not in states:
+                known[key] = "; ".join(bad)
+                _write(memory, known)
+        elif known[key]:
             wrong[name] = known[key]
     return wrong
 

@@ -4,9 +4,11 @@ No jax is imported: a config is read in less than a second. The files, in the or
 
     source.py       what a reader gives: settings (key, value, place), overrides, ${interpolation}
     yaml_files.py   YAML with hydra's defaults lists, TOML
-    shell.py        bash scripts, parsed and never executed
+    shell.py        bash scripts, parsed and never executed; shell_words.py: their words
     python_files.py programs in Python: literals of config classes, by `ast`
+    python_values.py what names, attributes and expressions of such a program stand for
     episodes.py     jobs of several turns: options of the environment, a stub of the episode
+    secret_values.py  secrets of a source, for which files have variables of the environment
     read.py         a file of any kind, the command that it starts, trailing overrides -> Source
     table.py        Key, Joint, Since, Table: what a table consists of; Migration: its application
     common.py       meanings that systems share: batches, KL, schedules, checkpoints, loggers ...

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
+from jaxrl.migrate.secret_values import Variable, without_secrets
 from jaxrl.migrate.table import Migration
 
 STUB = '''"""Episodes of {what}: write what happens between the model's turns.
@@ -30,14 +32,19 @@ async def episode(task, chat):
 '''
 
 
-def episode(m: Migration, what: str, said: Iterable[str], turns: int | None, *keys: str) -> None:
+def episode(m: Migration, what: str, said: Iterable[tuple[str, Any]], turns: int | None, *keys: str) -> None:
     """Sets env.function to a function in NAME_env.py, a stub beside the config, and asks the user to write it. what:
-    the episode, by name. said: what the source says of it, a line of the stub each.
+    the episode, by name. said: what the source says of it, keys and values, a line of the stub each; of a secret the
+    line names the variable of the environment that has it, in env.variables.
 
     turns: most turns, for env.max_turns; where the source does not bound them (None, 0), the user is asked. A
     rollout.vllm.max_model_len that has been set bounds the conversation, too (`longest`)."""
     file = f"{m.name}_env.py"
-    whole = (" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split()) for text in said)
+    texts = []
+    for key, value in said:
+        shown = without_secrets(m, key, value, file)
+        texts.append(f"{key}={shown!r}" if isinstance(shown, Variable) else f"{key}={shown}")
+    whole = (" ".join(ascii(text).strip("'\"").replace('"', "'").replace("\\", "/").split()) for text in texts)
     lines = [line for text in whole for line in textwrap.wrap(text, 114, subsequent_indent="  ")]
     scored = m.options.get("reward.functions", (("math",), ()))[0]
     rewards = "reward.functions of its last turn are added" if scored else "the rewards are the environment's"

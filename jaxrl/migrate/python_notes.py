@@ -48,7 +48,7 @@ def notes(nodes: list[ast.AST], loads: Mapping, surgery: bool, file: str) -> lis
 def other_tokenizer(node: ast.Call, known, file: str) -> list[str]:
     """Returns a question to the user, in a list, about the tokenizer of a trainer's call `node` where it is another
     than its model's; [] where it is the same, or not given by `from_pretrained`. known: the program's names
-    (python_files)."""
+    (python_values.Values)."""
     given = {k.arg: k.value for k in node.keywords}
     loaded = known.loaded(given.get("processing_class") or given.get("tokenizer") or ast.Constant(None))
     model = given.get("model", ast.Constant(None))

@@ -8,16 +8,18 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config.load import redacted_tree
 from jaxrl.config.schema import free_tables, options
+from jaxrl.migrate.secret_values import take_out
 from jaxrl.migrate.source import Literal, Unreadable
 from jaxrl.migrate.table import KINDS, MISSING, Migration
 
 MARK = "# made by jaxrl.migrate, unchanged: "
+BESIDE = "# made beside it, unchanged: "  # in a config, a line for each file of m.files: digest and name
 # Of what a run imports, beside the standard library.
 MODULES = (
     *("jaxrl", "jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "scipy", "ml_collections", "ml_dtypes"),
@@ -46,10 +48,15 @@ def hidden(key: str, value: Any) -> Any:
     return redacted_tree({leaf: value})[leaf]
 
 
-def config_text(m: Migration, title: str) -> str:
+def config_text(m: Migration, title: str, began: Mapping[str, str] | None = None) -> str:
     """Returns the text of the config file: the written options in the schema's order, the key and value they come from
-    beside each. Its first line has the digest by which `write` finds edits. title: first line of the file's docstring.
-    """
+    beside each. Its first line has the digest by which `write` finds edits, its last ones those of the files of
+    m.files.
+
+    Args:
+      title: first line of the file's docstring.
+      began: file -> digest of the text that a migration wrote there, where that is not the text in m.files; "" = not
+        known, without a line."""
     written, order = m.written(), list(options())
     place = {name: i for i, name in enumerate(order)}
     lines, group, used = [], "", set()
@@ -66,6 +73,8 @@ def config_text(m: Migration, title: str) -> str:
                 target = f"c.{table}[{option[len(table) + 1 :]!r}]"
         lines.append(f"    {target} = {text}  # {because(m, keys)}")
     helper = [line for name in sorted(used) for line in ("", "", *HELPERS[name])]
+    digests = {file: _digest(text) for file, text in sorted(m.files.items())} | dict(began or {})
+    beside = [f"{BESIDE}{digest} {file}" for file, digest in digests.items() if digest]
     body = "\n".join(
         [
             f'"""{title}',
@@ -83,6 +92,7 @@ def config_text(m: Migration, title: str) -> str:
             *lines,
             "",
             "    return c",
+            *(["", "", *beside] if beside else []),
             "",
         ]
     )
@@ -95,7 +105,11 @@ def _table(option: str) -> str:
 
 
 def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()[:16]
+    return _digest_of(body.encode())
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 HELPERS = {  # functions of a config file, where it needs them
@@ -342,22 +356,34 @@ def name_of(file: str) -> str:
 
 
 def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
-    """Writes the config, its stubs, report.md and report.json into a folder, which is made, and returns the report. A
-    refused job has the reports alone; an earlier config stays. A stub, or another file of m.files, that is there stays
-    as it is, also where this migration has another text for it. Raises Unreadable, before it writes, for a config there
-    that was edited since; OSError for a folder that cannot be written. strict: refuse in place of partial."""
-    name, outcome = name_of(file), m.outcome(strict)
+    """Writes the config, the files of m.files, report.md and report.json into a folder, which is made, and returns the
+    report. A refused job has the reports alone; an earlier config stays.
+
+    A file of m.files that was edited since a migration wrote it, or that none wrote as far as the config says, stays as
+    it is; the user is asked to look at it if that migration had another text for it, or an unknown one. Raises
+    Unreadable, before it writes, for a config there that was edited since; OSError for a folder that cannot be written.
+    strict: refuse in place of partial."""
+    name = name_of(file)
+    take_out(m)
+    config = out / f"{name}.py"
+    edited = _edited(out, config, m)
+    if m.outcome(strict) != "refused":
+        for path, began in edited.items():
+            if began != _digest(m.files[path]):
+                m.needs(
+                    f"{path}: {out / path} was edited, or is of another job, and stays as it is; this job has another "
+                    "text for it: delete it to get that, or name another folder with --out=DIR and compare"
+                )
+    outcome = m.outcome(strict)
     data = report(m, name, Path(file).name, outcome, out)
     title = f"{shown(Path(file).name)} of {m.table.title} {m.version}".replace("\\", "/").replace('"', "'")
-    files = {f"{name}.py": config_text(m, title)} if outcome != "refused" else {}
+    if outcome != "refused" and config.exists() and not _untouched(config):
+        raise Unreadable(str(config), "", "exists and was edited; name another folder with --out=DIR")
     out.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        if (out / path).exists() and not _untouched(out / path):
-            raise Unreadable(str(out / path), "", "exists and was edited; name another folder with --out=DIR")
-        (out / path).write_text(text, "utf-8")
-    for path, text in m.files.items() if files else ():
-        if not (out / path).exists():  # stubs are there to be written in
-            (out / path).write_text(text, "utf-8")
+    if outcome != "refused":
+        config.write_text(config_text(m, title, edited), "utf-8")
+        for path in m.files.keys() - edited.keys():
+            (out / path).write_bytes(m.files[path].encode())
     plain = (
         json.dumps(data, indent=1, default=str, allow_nan=False)
         if _finite(data)
@@ -366,6 +392,16 @@ def write(out: Path, m: Migration, file: str, strict: bool) -> dict:
     (out / "report.json").write_text(plain + "\n", "utf-8")
     (out / "report.md").write_text(markdown(data) + "\n", "utf-8")
     return data
+
+
+def _edited(out: Path, config: Path, m: Migration) -> dict[str, str]:
+    """Returns the files of m.files that are in the folder with a text that no migration wrote, as far as the config
+    there says, nor this one would, each with the digest of the text that was written there, "" = not known."""
+    text = config.read_text("utf-8", errors="replace") if config.is_file() else ""
+    began = {name: digest for digest, name in re.findall(rf"^{re.escape(BESIDE)}(\w+) (.+)$", text, re.M)}
+    found = {path: _digest_of((out / path).read_bytes()) for path in m.files if (out / path).exists()}
+    return {path: began.get(path, "") for path, digest in found.items()
+            if digest not in (_digest(m.files[path]), began.get(path))}
 
 
 def _untouched(path: Path) -> bool:

@@ -14,18 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.migrate.awk import computed
+from jaxrl.migrate.shell_words import Word, closing, tokens, unit_end
 from jaxrl.migrate.source import DEEPEST, MOST, UNDECIDED, Unreadable, arithmetic
 from jaxrl.migrate.yaml_files import text_of
 
 NPU = re.compile(r"\$\((python3? -c ['\"]import torch_npu['\"])[^&|]*&&\s*echo\s+\w+\s*\|\|\s*echo\s+(\w+)\s*\)")
-
-
-class Word(NamedTuple):
-    """A word as it stands in the script, quotes and all; an operator where `op`."""
-
-    text: str
-    line: int
-    op: bool = False
 
 
 class Command(NamedTuple):
@@ -35,121 +28,9 @@ class Command(NamedTuple):
     file: str
 
 
-OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
+CLASSES = {"space": r"\s", "digit": "0-9", "alpha": "A-Za-z", "alnum": "0-9A-Za-z", "upper": "A-Z", "lower": "a-z",
+           "punct": r"!-/:-@\[-`{-~"}  # [[:NAME:]] of a glob
 OUTSIDE = ("HOME", "USER", "PWD", "HOSTNAME", "TMPDIR")  # kept as $NAME, for the machine where the config runs
-
-
-def tokens(text: str, name: str) -> list[Word]:
-    """Returns a script as words and operators, without comments, redirections and here-documents; a newline is the
-    last. name: the script's, for errors. Raises Unreadable where a quote or bracket is not closed, and for a text that
-    is too long."""
-    out, i, line, n = [], 0, 1, len(text)
-    heredocs: list[str] = []
-    while i < n:
-        c = text[i]
-        if c == "\n":
-            out.append(Word("\n", line, True))
-            i, line = i + 1, line + 1
-            for mark in heredocs:
-                i, line = _skip_heredoc(text, i, line, mark)
-            heredocs = []
-        elif c in " \t\r":
-            i += 1
-        elif text.startswith("\\\n", i) or text.startswith("\\\r\n", i):
-            i, line = text.index("\n", i) + 1, line + 1
-        elif c == "#":
-            i = text.find("\n", i) if "\n" in text[i:] else n
-        elif found := re.compile(r"\d*<<-?\s*(['\"]?)([\w-]+)\1").match(text, i):
-            heredocs.append(found[2])
-            i = found.end()
-        elif found := re.compile(r"(\d*>>?&?\d*|\d*<<<|\d*<|&>>?)\s*").match(text, i):
-            i = found.end()
-            if not found[0].rstrip().endswith(("&1", "&2")):
-                i = _word_end(text, i, line, name)
-        elif op := next((o for o in OPERATORS if text.startswith(o, i)), None):
-            out.append(Word(op, line, True))
-            i += len(op)
-        else:
-            end = _word_end(text, i, line, name)
-            out.append(Word(text[i:end], line))
-            line += text.count("\n", i, end)
-            i = max(end, i + 1)
-        if len(out) > 10 * MOST:
-            raise Unreadable(f"{name}:{line}", "", "too long")
-    return [*out, Word("\n", line, True)]
-
-
-def _skip_heredoc(text, i, line, mark):
-    while i < len(text):
-        end = text.find("\n", i)
-        end = len(text) if end < 0 else end
-        done = text[i:end].strip() == mark
-        i, line = end + 1, line + 1
-        if done:
-            break
-    return i, line
-
-
-def _word_end(text: str, i: int, line: int, name: str) -> int:
-    """Returns where the word that begins at i ends; an array `X=(...)` is one word."""
-    start, n = i, len(text)
-    while i < n:
-        c = text[i]
-        if c in " \t\r\n;|&)" or c in "<>" and i > start:
-            return i
-        if c == "(":
-            if i > start and text[i - 1] == "=":
-                i = _closing(text, i, "(", ")", line, name)
-                continue
-            return i
-        i = _unit_end(text, i, line, name)
-    return i
-
-
-def _unit_end(text: str, i: int, line: int, name: str) -> int:
-    """Returns the position past the character, quoted text or substitution at i."""
-    c = text[i]
-    if c == "\\":
-        return min(i + 2, len(text))
-    if c == "'":
-        end = text.find("'", i + 1)
-        if end < 0:
-            raise Unreadable(f"{name}:{line}", "", "a quote (') is not closed")
-        return end + 1
-    if c == '"':
-        i += 1
-        while i < len(text) and text[i] != '"':
-            i = _unit_end(text, i, line, name) if text[i] in "\\$`" else i + 1
-        if i >= len(text):
-            raise Unreadable(f"{name}:{line}", "", 'a quote (") is not closed')
-        return i + 1
-    if c == "`":
-        end = text.find("`", i + 1)
-        if end < 0:
-            raise Unreadable(f"{name}:{line}", "", "a backtick is not closed")
-        return end + 1
-    if text.startswith("$(", i):
-        return _closing(text, i + 1, "(", ")", line, name)
-    if text.startswith("${", i):
-        return _closing(text, i + 1, "{", "}", line, name)
-    return i + 1
-
-
-def _closing(text: str, i: int, opening: str, closing: str, line: int, name: str) -> int:
-    depth = 0
-    while i < len(text):
-        c = text[i]
-        if c == "#" and opening == "(" and text[i - 1] in " \t\n(":
-            i = text.find("\n", i) if "\n" in text[i:] else len(text)
-            continue
-        if c in "'\"\\`" or c == "$" and text[i + 1 : i + 2] in ("(", "{"):
-            i = _unit_end(text, i, line, name)
-            continue
-        depth += (c == opening) - (c == closing)
-        i += 1
-        if depth == 0:
-            return i
-    raise Unreadable(f"{name}:{line}", "", f"a bracket ({opening}) is not closed")
 
 
 class Script:
@@ -187,6 +68,7 @@ class _Walk:
         self.name, self.i = path.name, 0
         self.active = [True]  # one entry per open block
         self.blocks: list[dict] = []
+        self.groups: list[tuple[dict, list[str]] | None] = []  # what a subshell restores; None of another bracket
 
     def all(self):
         self.script.steps += len(self.words)
@@ -203,6 +85,8 @@ class _Walk:
                     skip = word.text
                 elif word.text == ";;":
                     self.end_of_case_branch()
+                elif word.text in "()":
+                    self.bracket(word.text)
                 continue
             start = self.i
             while self.i < len(self.words) and not self.words[self.i].op:
@@ -212,6 +96,18 @@ class _Walk:
             self.last = result if result is not None else True
 
     last: bool = True
+
+    def bracket(self, text: str):
+        """Begins or ends a subshell, whose variables are its own; the brackets of `(( ))` and of a pattern of `case`
+        are none."""
+        if text == ")":
+            if self.groups and (before := self.groups.pop()):
+                self.script.variables, self.script.positional = before
+            return
+        if self.blocks and self.blocks[-1].get("patterns") is not None:
+            return
+        arithmetic = self.op() == "(" or self.i > 1 and self.words[self.i - 2].text == "("
+        self.groups.append(None if arithmetic else (dict(self.script.variables), list(self.script.positional)))
 
     @property
     def on(self) -> bool:
@@ -240,7 +136,7 @@ class _Walk:
             return None
         if first in ("case", "for", "function"):
             return getattr(self, "_" + first)(words)
-        if self.blocks and self.blocks[-1]["kind"] == "case" and self.op() == ")":
+        if self.blocks and self.blocks[-1].get("patterns") is not None:
             return self.pattern(words)
         if self.op() == "(" and len(words) == 1 and self.peek(1) == ")":
             return self._function(words)
@@ -304,20 +200,21 @@ class _Walk:
 
     def _case(self, words):
         value = self.expand(words[1].text, words[1].line)[:1] if len(words) > 1 else [""]
-        block = {"kind": "case", "value": value[0] if value else "", "done": False, "name": "", "line": words[0].line}
+        block = {"kind": "case", "value": value[0] if value else "", "done": False, "name": "", "line": words[0].line,
+                 "patterns": []}  # those before the bracket; None behind it
         name = re.fullmatch(r"[\"']?\$\{?(\w+)\}?[\"']?", words[1].text) if len(words) > 1 else None
         if self.on and name and "$" in block["value"]:
             block |= {"name": name[1], "choices": []}
         self.blocks.append(block)
         self.active.append(False)
-        rest = words[3:]
-        if rest and self.op() == ")":
-            return self.pattern(rest)
-        return None
+        return self.pattern(words[3:])
 
     def pattern(self, words):
         block = self.blocks[-1]
-        alternatives = [w.text.strip("'\"") for w in words]
+        block["patterns"] += [w.text.strip("'\"") for w in words]
+        if self.op() != ")":
+            return None
+        alternatives, block["patterns"] = block["patterns"], None
         fits = any(fnmatch.fnmatchcase(block["value"], a) for a in alternatives) and not block["done"]
         if block["name"]:
             block["choices"] += [f"{block['name']}={a}" for a in alternatives if re.fullmatch(r"[\w.-]+", a)]
@@ -327,7 +224,7 @@ class _Walk:
 
     def end_of_case_branch(self):
         if self.blocks and self.blocks[-1]["kind"] == "case":
-            self.active[-1] = False
+            self.active[-1], self.blocks[-1]["patterns"] = False, []
 
     def _for(self, words):
         on = self.on
@@ -385,10 +282,15 @@ class _Walk:
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def command(self, words: list[Word]):
+        """Runs a command. Variables that stand before it are of its environment alone: a script that it calls has
+        them, its own words do not."""
+        own = []
         while words and (found := re.match(r"([A-Za-z_]\w*)(\+?)=(.*)", words[0].text, re.S)):
-            self.assign(found[1], found[2] == "+", found[3], words[0].line)
+            own.append((found[1], found[2] == "+", found[3], words[0].line))
             words = words[1:]
         if not words:
+            for variable in own:
+                self.assign(*variable)
             return
         first = words[0].text
         if first in ("export", "declare", "local", "readonly", "typeset"):
@@ -397,6 +299,10 @@ class _Walk:
                     self.assign(found[1], found[2] == "+", found[3], w.line)
             return
         expanded = [(text, w.line) for w in words for text in self.expand(w.text, w.line)]
+        variables = self.script.variables
+        before = {name: variables[name] for name, *_ in own if name in variables}
+        for variable in own:
+            self.assign(*variable)
         if first in ("source", ".") and len(expanded) > 1:
             self.include(expanded[1][0], expanded[2:], words[0].line, False)
         elif first in ("bash", "sh") and len(expanded) > 1 and expanded[1][0].endswith(".sh"):
@@ -405,6 +311,9 @@ class _Walk:
             self.script.positional = [text for text, _ in expanded[2:]]
         elif expanded:
             self.script.commands.append(Command(expanded, self.name))
+        for name, *_ in own:
+            self.script.variables.pop(name, None)
+        self.script.variables |= before
 
     def include(self, file: str, arguments, line: int, own: bool):
         """Reads a script that is sourced, or called (its variables then are its own)."""
@@ -442,7 +351,7 @@ class _Walk:
             raise Unreadable(f"{self.name}:{line}", "", f"{raw[:40]!r} is nested too deeply")
         out, any_quote, i = [""], False, 0
         while i < len(raw):
-            end = _unit_end(raw, i, line, self.name)
+            end = unit_end(raw, i, line, self.name)
             unit, c = raw[i:end], raw[i]
             if c == "\\":
                 out[-1] += "" if unit == "\\\n" else unit[1:]
@@ -486,7 +395,7 @@ class _Walk:
     def dollar(self, text: str, i: int, line: int, depth: int) -> tuple[int, list[str]]:
         """Returns (where $NAME, ${...}, $((...)), $(...) or `...` at i ends, the words that it stands for)."""
         if text.startswith("$((", i):
-            end = _closing(text, i + 1, "(", ")", line, self.name)
+            end = closing(text, i + 1, "(", ")", line, self.name)
             body = text[i + 3 : end - 2]
             body = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: f"({self.plain(m[1])})", body)
             try:
@@ -494,7 +403,7 @@ class _Walk:
             except ValueError:
                 return end, [text[i:end]]
         if text.startswith("$(", i) or text[i] == "`":
-            end = _unit_end(text, i, line, self.name)
+            end = unit_end(text, i, line, self.name)
             if text[i:end].strip("$()` ") == "pwd":
                 return end, ["."]
             if re.fullmatch(r"`\s*#[^\n]*`|\$\(\s*#[^\n]*\n?\s*\)", text[i:end]):  # a comment, which puts nothing there
@@ -510,7 +419,7 @@ class _Walk:
             self.script.note(f"{self.name}:{line}: {text[i:end][:60]} is a command, which is not run")
             return end, [text[i:end]]
         if text.startswith("${", i):
-            end = _closing(text, i + 1, "{", "}", line, self.name)
+            end = closing(text, i + 1, "{", "}", line, self.name)
             return end, self.braces(text[i + 2 : end - 1], line, depth)
         if found := re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?!$-])").match(text, i):
             return found.end(), self.variable(found[1])
@@ -534,60 +443,146 @@ class _Walk:
         return [value[0] if value else ""] if isinstance(value, list) else [value]
 
     def braces(self, inner: str, line: int, depth: int) -> list[str]:
-        """Expands ${NAME}, with a default, an index, a part cut off or replaced."""
-        found = re.match(r"(#?)([A-Za-z_]\w*|\d+|[@*])(\[[^\]]*\])?(.*)", inner, re.S)
+        """Expands ${NAME}, with a default, an index, a part that is taken, cut off or replaced. Another expansion
+        stays as it is, which is noted."""
+        found = re.match(r"(#?|!)([A-Za-z_]\w*|\d+|[@*])(\[[^\]]*\])?(.*)", inner, re.S)
         if not found:
-            return ["${" + inner + "}"]
-        count, name, index, rest = found.groups()
+            return self.unread(inner, line)
+        mark, name, index, rest = found.groups()
         known = self.script.variables.get(name)
         if name in "@*":
-            known = self.variable(name)
+            known, index = self.variable(name), "[@]"
         elif name.isdigit():
             known = self.variable(name)[0] or None
+        if mark == "!":  # the variable that it names
+            if index or not isinstance(known, str) or not re.fullmatch(r"[A-Za-z_]\w*", known):
+                return self.unread(inner, line)
+            return self.braces(known + rest, line, depth + 1)
         if index in ("[@]", "[*]"):
             values = known if isinstance(known, list) else [] if known is None else [known]
-            return [str(len(values))] if count else list(values)
+            if mark:
+                return [str(len(values))]
+            if values or not rest or rest[0] not in ":-=+?":
+                return self.parts(values, name, rest, line, depth)
+            known = None
         if index and isinstance(known, list):
             at = index[1:-1]
             known = known[int(at)] if at.isdigit() and int(at) < len(known) else None
-        if count:
-            return [str(len(known)) if known else "0"]
         if isinstance(known, list):
-            if name in ("@", "*"):
-                return list(known)
             known = known[0] if known else ""
+        if mark:
+            return [str(len(known)) if known else "0"]
         if rest[:1] == ":" and rest[1:2] in ("-", "=", "+", "?") or rest[:1] in ("-", "=", "+", "?"):
-            mark, word = (rest[1], rest[2:]) if rest[0] == ":" else (rest[0], rest[1:])
-            unset = known is None or rest[0] == ":" and known == ""
-            if mark == "+":
-                return [] if unset else self.expand(word, line, False, depth + 1) or [""]
-            if known is not None and not unset:
-                return [known]
-            if mark == "?":
-                return [f"${name}"]
-            value = " ".join(self.expand(word, line, False, depth + 1))
-            if mark == "=":
-                self.script.variables[name] = value
-            return [value]
-        text = f"${name}" if known is None else known
-        return [self.cut(text, rest, line, depth)]
+            return self.default(known, name, rest, line, depth)
+        if known is None:
+            return [f"${name}"] if not rest or rest[0] in "%#/" and name in OUTSIDE else self.unset(name, rest, line)
+        return [self.cut(known, rest, line, depth)]
+
+    def default(self, known: str | None, name: str, rest: str, line: int, depth: int) -> list[str]:
+        """Expands ${NAME:-word} and its kin. known: the variable's value."""
+        mark, word = (rest[1], rest[2:]) if rest[0] == ":" else (rest[0], rest[1:])
+        unset = known is None or rest[0] == ":" and known == ""
+        if mark == "+":
+            return [] if unset else self.expand(word, line, False, depth + 1) or [""]
+        if known is not None and not unset:
+            return [known]
+        if mark == "?":
+            return [f"${name}"]
+        value = " ".join(self.expand(word, line, False, depth + 1))
+        if mark == "=":
+            self.script.variables[name] = value
+        return [value]
+
+    def parts(self, values: list[str], name: str, rest: str, line: int, depth: int) -> list[str]:
+        """Expands ${NAME[@]}, ${@:2} and other parts of all its values."""
+        if rest[:1] == ":" and rest[1:2] not in ("-", "=", "+", "?"):
+            counted = ["bash", *values] if name in ("@", "*") else values  # $0 is the script
+            span = self.span(rest, len(counted), line, depth)
+            return self.unread(f"{name}[@]{rest}", line) if span is None else counted[span]
+        if rest[:1] == "+" or rest[:2] == ":+":
+            return self.default(" ".join(values), name, rest, line, depth)
+        return values if not rest or rest[0] in ":-=?" else [self.cut(v, rest, line, depth) for v in values]
+
+    def unread(self, inner: str, line: int) -> list[str]:
+        self.script.note(f"{self.name}:{line}: ${{{inner[:60]}}} is not expanded")
+        return ["${" + inner + "}"]
+
+    def unset(self, name: str, rest: str, line: int) -> list[str]:
+        """Returns $NAME for a part of a variable that is not set, which is noted."""
+        self.script.note(f"{self.name}:{line}: {name} is not set here, and ${{{name}{rest[:40]}}} is its part: give "
+                         f"{name}=VALUE")
+        return [f"${name}"]
+
+    def span(self, rest: str, size: int, line: int, depth: int) -> slice | None:
+        """Returns the slice of `:offset:length`, numbers below 0 from the end, of what has a size; None where they are
+        no numbers."""
+        try:
+            texts = [" ".join(self.expand(n.strip(), line, False, depth + 1)) or "0" for n in rest[1:].split(":")]
+            numbers = [arithmetic(re.sub(r"[A-Za-z_]\w*", lambda m: self.plain(m[0]) or "0", text)) for text in texts]
+        except ValueError:
+            return None
+        if len(numbers) > 2:
+            return None
+        start = numbers[0] + size * (numbers[0] < 0)
+        length = numbers[1] if len(numbers) > 1 else size
+        return slice(start, start + length if length >= 0 else size + length) if start >= 0 else slice(0, 0)
 
     def cut(self, text: str, rest: str, line: int, depth: int) -> str:
-        """Returns ${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b} of a value `text`; a and b are taken as they stand.
-        For another `rest` (`,,`, `:0:4`) returns `${rest}` without the value."""
+        """Returns ${X%suffix}, ${X##prefix}, ${X/a/b}, ${X//a/b}, ${X:2:3}, ${X,,}, ${X^} of a value `text`, where
+        patterns are globs. For another `rest` returns `text` as it is, which is noted."""
+        if not rest:
+            return text
         if found := re.match(r"(%%|%|##|#)(.*)", rest, re.S):
-            pattern = " ".join(self.expand(found[2], line, False, depth + 1))
+            pattern = self.glob(found[2], line, depth)
             front = found[1][0] == "#"
             sizes = range(len(text) + 1) if len(found[1]) == 1 else range(len(text), -1, -1)
             for size in sizes:
                 part = text[:size] if front else text[len(text) - size :]
-                if fnmatch.fnmatchcase(part, pattern):
+                if re.fullmatch(pattern, part, re.S):
                     return text[size:] if front else text[: len(text) - size]
             return text
-        if rest.startswith("/"):
-            old, _, new = rest.lstrip("/").partition("/")
-            return text.replace(old, new) if rest.startswith("//") else text.replace(old, new, 1)
-        return text if not rest else "${" + rest + "}"
+        if rest[0] == "/":
+            every = rest[1:2] == "/"
+            old = rest[1 + every :]
+            i = 0
+            while i < len(old) and old[i] != "/":
+                i = unit_end(old, i, line, self.name)
+            old, new = old[:i], " ".join(self.expand(old[i + 1 :], line, False, depth + 1))
+            at = old[:1] if old[:1] in ("#", "%") and not every else ""
+            pattern = self.glob(old[len(at) :], line, depth)
+            pattern = {"#": rf"\A(?:{pattern})", "%": rf"(?:{pattern})\Z"}.get(at, pattern)
+            return re.sub(pattern, lambda m: new, text, count=0 if every else 1, flags=re.S) if old else text
+        if rest[0] == ":" and (span := self.span(rest, len(text), line, depth)) is not None:
+            return text[span]
+        if change := {",,": str.lower, "^^": str.upper}.get(rest):
+            return change(text)
+        if change := {",": str.lower, "^": str.upper}.get(rest):
+            return change(text[:1]) + text[1:]
+        self.script.note(f"{self.name}:{line}: {rest[:40]} of ${{NAME{rest[:40]}}} is not read: the value stays {text[:60]}")
+        return text
+
+    def glob(self, raw: str, line: int, depth: int) -> str:
+        """Returns the regular expression of a pattern as it stands in the script: `*`, `?` and `[...]` outside of
+        quotes, all else by itself."""
+        out, i = "", 0
+        while i < len(raw):
+            end, c = unit_end(raw, i, line, self.name), raw[i]
+            if found := re.compile(r"\[([!^]?)\[:(\w+):\]\]").match(raw, i):
+                out, end = out + f"[{'^' if found[1] else ''}{CLASSES.get(found[2], '')}]", found.end()
+            elif c == "*":
+                out += "" if out.endswith(".*") else ".*"
+            elif c == "?":
+                out += "."
+            elif c == "[" and (found := re.compile(r"\[([!^]?)(\]?[^\]]*)\]").match(raw, i)):
+                inner, end = re.sub(r"([\\\[\]^&~|])", r"\\\1", found[2]), found.end()
+                out += f"[{'^' if found[1] else ''}{inner}]"
+            elif c in "$`":
+                end, parts = self.dollar(raw, i, line, depth + 1)
+                out += re.escape(" ".join(parts))
+            else:
+                out += re.escape(" ".join(self.expand(raw[i:end], line, False, depth + 1)))
+            i = end
+        return out
 
 
 def commands(path: Path, environment: dict[str, str], notes: list[str]) -> list[Command]:

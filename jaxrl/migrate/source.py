@@ -136,8 +136,10 @@ _OVERRIDE = re.compile(r"(\+\+|\+|~|--)?([A-Za-z_][\w./@-]*)=(.*)", re.S)
 
 def override(word: str, where: str) -> list[Setting]:
     """Returns the settings of an override such as '+a.b=1' or '--a/b=1': one, or one per entry of a table. [] where the
-    word is no override. `~a.b=1`, which deletes the key in hydra, gives null. Raises Unreadable for a value that
-    `override_value` does not read. where: the place of the settings."""
+    word is no override. `~a.b` and `~a.b=1`, which delete the key in hydra, give null. Raises Unreadable for a value
+    that `override_value` does not read. where: the place of the settings."""
+    if found := re.fullmatch(r"~([A-Za-z_][\w./@-]*)", word):
+        return [Setting(found[1].replace("/", "."), None, where)]
     found = _OVERRIDE.fullmatch(word)
     if not found:
         return []
@@ -191,7 +193,7 @@ def interpolate(
 ) -> dict[str, Setting]:
     """Returns settings with ${a.b}, ${.b}, ${oc.env:NAME,default}, ${oc.select:a.b,default} and a system's own
     resolvers replaced, and texts with the escaped `\\${...}` as Literal. ${now:...} becomes "now". In a table that
-    stands in a list nothing is replaced.
+    stands in a list ${.b} is another entry of it.
 
     A variable that `environment` does not have, and that has no default, stays as $NAME. A key that is not set stays as
     the text ${a.b}, so that the rule that reads it decides (the source may have a default for it); ${oc.select:a.b} is
@@ -206,9 +208,12 @@ class _Interpolation:
     def __init__(self, settings, resolvers, environment, referred):
         self.settings, self.resolvers, self.environment, self.referred = settings, resolvers, environment, referred
 
-    def value(self, value, at: Setting, depth: int):
+    def value(self, value, at: Setting, depth: int, table: dict | None = None):
+        """Returns a value of the setting `at` with what it refers to. table: that it stands in, within a list."""
         if isinstance(value, list):
-            return [self.value(v, at, depth) for v in value]
+            return [self.value(v, at, depth, table) for v in value]
+        if isinstance(value, dict):
+            return {k: self.value(v, at, depth, value) for k, v in value.items()}
         if not isinstance(value, str) or "${" not in value:
             return value
         if depth > DEEPEST:
@@ -222,7 +227,7 @@ class _Interpolation:
                 out, start, escaped = [*out, before, "${"], i + 2, True
                 continue
             end = self._end(value, i, at)
-            inner = self.inner(value[i + 2 : end], at, depth + 1)
+            inner = self.inner(value[i + 2 : end], at, depth + 1, table)
             if i == 0 and end == len(value) - 1:
                 return inner
             out += [before, "" if inner is None else str(inner)]
@@ -238,11 +243,11 @@ class _Interpolation:
                 return j
         raise Unreadable(at.where, at.key, f"{text!r}: ${{ is not closed")
 
-    def inner(self, text, at: Setting, depth: int):
+    def inner(self, text, at: Setting, depth: int, table: dict | None = None):
         name, colon, arguments = text.partition(":")
         if not colon:
-            return self.key(text.strip(), at, depth)
-        parts = [self.value(p.strip(), at, depth) for p in split_top(arguments, ",")]
+            return self.key(text.strip(), at, depth, table=table)
+        parts = [self.value(p.strip(), at, depth, table) for p in split_top(arguments, ",")]
         name = name.strip()
         if not parts and name in ("oc.env", "env", "oc.select"):
             raise Unreadable(at.where, at.key, f"${{{text}}} names nothing")
@@ -258,7 +263,7 @@ class _Interpolation:
         if name == "now":  # hydra's time of the start
             return "now"
         if name == "oc.select":
-            found = self.key(str(parts[0]), at, depth, missing=None)
+            found = self.key(str(parts[0]), at, depth, missing=None, table=table)
             return scalar(str(parts[1])) if found is None and len(parts) > 1 else found
         if name in self.resolvers:
             try:
@@ -267,7 +272,11 @@ class _Interpolation:
                 raise Unreadable(at.where, at.key, f"${{{text}}}: {e}") from None
         raise Unreadable(at.where, at.key, f"${{{text}}}: the resolver {name!r} is not known")
 
-    def key(self, name: str, at: Setting, depth: int, missing: Any = ...):
+    def key(self, name: str, at: Setting, depth: int, missing: Any = ..., table: dict | None = None):
+        if name.startswith(".") and table is not None:
+            if name[1:] in table:
+                return self.value(table[name[1:]], at, depth, table)
+            raise Unreadable(at.where, at.key, f"${{{name}}}: the table within the list has no entry {name[1:]!r}")
         if name.startswith("."):
             up = len(name) - len(name.lstrip("."))
             parents = at.key.split(".")[:-up]

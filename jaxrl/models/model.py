@@ -148,8 +148,8 @@ class Model:
         return parameters.tree(self.entries, function)
 
     def init(self, key):
-        """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices (a tower's, too),
-        convolutions and sinks, zero biases, norms that scale by one, a recurrence's rates and steps
+        """Draws fp32 parameters from a jax PRNG key: normal(0, config.init_std) matrices, convolutions and sinks, in a
+        tower normal(0, config.vision.init_std), zero biases, norms that scale by one, a recurrence's rates and steps
         (recurrent.initial_rates, initial_steps; its other parameters of heads are 1); adapters start as
         adapters.initial and adapters.magnitudes define. The kernels of a quantized base are codes and scales
         (adapters.quantized).
@@ -170,7 +170,10 @@ class Model:
                 return recurrent.INITIAL[entry.row.init](key, entry)
             if entry.row.init in constants:
                 return jnp.full(entry.shape, constants[entry.row.init], jnp.float32)
-            arrays = [drawn[name] * self.config.init_std for name in entry.hf_names]
+            std, tower = self.config.init_std, self.config.vision
+            if entry.path[0] == "vision" and tower is not None and tower.init_std is not None:
+                std = tower.init_std
+            arrays = [drawn[name] * std for name in entry.hf_names]
             return jnp.stack(arrays).reshape(entry.shape) if entry.stacked else arrays[0]
 
         return self.tree(values)

@@ -312,9 +312,9 @@ def by_rows_and_heads(function, heads: int, chunks: RowChunks, tokens: tuple, st
 
     Args:
       heads: the number that tp, and cp where rows are split, must divide to split any of them.
-      chunks: of row_chunks. tokens: arrays [B, L, heads, ...]. state: [B, heads, ...] or None. parameters: arrays
-        [heads, ...]. windows: of the first WINDOWS of `tokens`, [B, taps - 1, heads, ...], or (); the function returns
-        them in any case.
+      chunks: of row_chunks; the function gets its field `chunks`, and the heads of its device alone.
+      tokens: arrays [B, L, heads, ...]. state: [B, heads, ...] or None. parameters: arrays [heads, ...].
+      windows: of the first WINDOWS of `tokens`, [B, taps - 1, heads, ...], or (); always returned.
       An array that has one head where there are several is whole on every device.
     """
     def shared(x, at: int) -> bool:

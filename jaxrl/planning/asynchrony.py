@@ -275,7 +275,7 @@ def _recorded_steps(folder: Path) -> tuple[list[np.ndarray], list[dict]]:
     """Returns (completion tokens [n] of each step with rollouts, seconds by phase of each). Raises OSError, ValueError,
     KeyError or TypeError for files of another form."""
     lengths, times = [], []
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
+    for line in map(json.loads, filter(None, (folder / "metrics.jsonl").read_text("utf-8").split("\n"))):
         path = folder / "rollouts" / f"step_{line['step']:08d}.jsonl"
         if "rollout/tokens" in line and path.is_file():
             rows = path.read_text("utf-8").split("\n")

@@ -102,7 +102,7 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
 
     Args:
       mesh: axis sizes. per_host: devices of a host. kind: cpu, gpu or tpu.
-      experts: of a layer of the model.
+      experts: of a layer of the model, 0 = it has none.
     """
     length = rows(config, data_shards(mesh)).shape[1]
     smaller = [n for n in (config.train.tokens_per_microbatch // 2 ** k for k in range(1, 12))
@@ -133,10 +133,10 @@ def alternatives(config, mesh: dict, per_host: int, kind: str, experts: int = 0)
     if mesh["dp"] > 1:
         yield {**least, "mesh__dp": 1, "mesh__fsdp": mesh["dp"] * mesh["fsdp"]}
     if _samples(config):
-        for slots in (128, 64, 32, 16, 8):
+        for slots in (n for n in (128, 64, 32, 16, 8) if n < (config.rollout.slots or 256)):
             for split in ({}, *splits):
                 yield {**least, **split, "rollout__slots": slots}
-        least["rollout__slots"] = 8
+        least["rollout__slots"] = min(8, config.rollout.slots or 8)
     for tp in (2, 4, 8):
         inner = tp * mesh["ep"]
         whole = inner * mesh["cp"]

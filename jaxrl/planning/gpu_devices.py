@@ -22,8 +22,8 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_
 
 
 def compiles(chip: str) -> bool:
-    """Returns whether programs for this chip (`h100` or `h200`) can be compiled here: jax's CUDA plugin is installed.
-    """
+    """Returns whether programs for this chip (`h100` or `h200`) can be compiled here: jax's plugin for
+    CUDA 13 is installed (with that for CUDA 12 alone: False). False for any other chip."""
     return chip in CHIPS and importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 

@@ -52,7 +52,7 @@ def encode(meta, arrays: dict[str, np.ndarray]) -> bytes:
     meta: JSON-able. arrays: by name, of any shape ([] comes back as [1]), of a plain dtype of numpy: structured dtypes
     and those of other packages, such as bfloat16, come back as raw bytes ("V2").
     """
-    arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+    arrays = {name: np.asarray(a) for name, a in arrays.items()}
     head = json.dumps({"meta": meta, "arrays": [[name, a.dtype.str, list(a.shape)] for name,
                                                 a in arrays.items()]}).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *(a.tobytes() for a in arrays.values())])

@@ -77,7 +77,7 @@ def _check_single(options, environ) -> None:
     if count != 1 or number:
         raise ConfigError(f"this is process {number} of {count} by launch.process and launch.processes, or by"
                           " $JAXRL_PROCESS and $JAXRL_PROCESSES, without a coordinator: set launch.coordinator or"
-                          " $JAXRL_COORDINATOR to host:port of process 0, or launch.hosts=none for one process")
+                          " $JAXRL_COORDINATOR to host:port of process 0, or launch.hosts=none for one process alone")
 
 
 def _number(environ, name: str, source: str) -> int:
@@ -105,13 +105,7 @@ def _slurm(options, environ) -> Place:
     """Returns the place in a job step of srun. The port comes from the job's number, so that two jobs on a
     node do not collide.
     """
-    nodes = environ.get("SLURM_STEP_NODELIST", "")
-    try:
-        hosts = expand_nodes(nodes)
-    except ValueError:
-        raise ConfigError(f"launch.hosts=slurm: the environment variable SLURM_STEP_NODELIST={nodes!r} is no list of "
-                          "nodes such as gpu[01-03]; correct it, or set launch.hosts=none for a run of one process"
-                          ) from None
+    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm")
     port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm") % 4096
     first = hosts[0] if hosts else ""
@@ -121,11 +115,17 @@ def _slurm(options, environ) -> Place:
 
 def expand_nodes(text: str) -> list[str]:
     """Expands a Slurm node list: 'gpu[001-003,007],login' -> ['gpu001', 'gpu002', 'gpu003', 'gpu007', 'login']. A name
-    may have one pair of brackets. Raises ValueError for a range whose ends are no numbers."""
+    may have one pair of brackets. Raises ConfigError for a part between brackets that is neither a number nor a rising
+    range."""
     out = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         for part in ranges.split(",") if ranges else [""]:
-            first, _, last = part.partition("-")
+            found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
+            first, last = (found[1], found[2]) if found else ("", None)
+            if ranges and (not found or int(last or first) < int(first)):
+                raise ConfigError(f"launch.hosts=slurm: the environment variable SLURM_STEP_NODELIST={text!r} is no "
+                                  f"list of nodes such as gpu[01-03]: {part!r} is no number and no rising range; "
+                                  "correct it, or set launch.hosts=none for a run of one process")
             numbers = range(int(first), int(last) + 1) if last else [first]
             out += [f"{prefix}{n if isinstance(n, str) else str(n).zfill(len(first))}{suffix}" for n in numbers]
     return out

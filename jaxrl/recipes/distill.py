@@ -241,14 +241,9 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
         pieces.append(demonstrations([e for _, e in inputs], [p for p, _ in inputs], False, job.images))
     traj = join_batches(pieces, c.distill.on_prompt)
     from_rows = np.arange(traj.num_trajectories) >= traj.num_trajectories - len(inputs)
-    seed = minibatch_seed(c.run.seed, s.step)
-    lay_out = functools.partial(training.make_layout, traj.sizes, num_minibatches=min(
-        c.algorithm.num_minibatches, len(np.unique(traj.group))), seed=seed,
-        share_prompts=c.train.share_prompts and not c.distill.on_prompt)
-    layout = lay_out(job.row_shapes)
+    layout, of_scoring = lay_out(c, job, traj, s.step)
     with s.phase("score"):
-        columns, found = teacher_columns(parts, batch, traj,
-                             layout if job.score_shapes is job.row_shapes else lay_out(job.score_shapes))
+        columns, found = teacher_columns(parts, batch, traj, of_scoring)
     rows, per_completion = [], None
     if batch is not None:
         known = columns.get("advantage", np.zeros(len(traj.tokens)))[:len(batch.traj.tokens)]
@@ -272,6 +267,24 @@ def one_step(parts: StepInputs) -> tuple[dict, list[dict]] | None:
     if rollouts is None and job.engine is not None:
         metrics |= job.engine.metrics()
     return metrics, rows
+
+
+def shares_prompts(c) -> bool:
+    """Whether a group's prompt is in its rows once: train.share_prompts, unless distill.on_prompt has its tokens in the
+    loss of every completion."""
+    return c.train.share_prompts and not c.distill.on_prompt
+
+
+def lay_out(c, job, traj, step: int):
+    """Returns (training.Layout of the update, that of scoring); one object if both have rows of the same shapes.
+
+    c: Spec. job: its `row_shapes` and `score_shapes` are read.
+    step: completed steps, for the shuffle of minibatches."""
+    make = functools.partial(
+        training.make_layout, traj.sizes, share_prompts=shares_prompts(c), seed=minibatch_seed(c.run.seed, step),
+        num_minibatches=min(c.algorithm.num_minibatches, len(np.unique(traj.group))))
+    layout = make(job.row_shapes)
+    return layout, layout if job.score_shapes == job.row_shapes else make(job.score_shapes)
 
 
 def join_batches(pieces: list[Trajectories], on_prompt: bool) -> Trajectories:
@@ -374,7 +387,7 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
     """Returns the host metrics of one step; sends histograms to the telemetry if the student completed rows.
 
     `length/*` are loss tokens per trajectory, which are completion tokens unless distill.on_prompt is set;
-    `flops/update` are the operations of all passes.
+    `flops/update` are the operations of all passes, with a group's prompt once if the layout shares it.
 
     Args:
       batch: the student's completions, or None if all rows bring theirs.
@@ -386,7 +399,7 @@ def step_metrics(parts: StepInputs, batch, traj, layout, columns, per_completion
     out = {"length/mean": float(lengths.mean()), "length/max": float(lengths.max()), "length/min": float(lengths.min()),
            "rollout/tokens": float(lengths.sum()), "rollout/prompt_tokens": prompts,
            **layout.metrics(),
-           "flops/update": c.algorithm.ppo_epochs * count.update(traj, c.train.share_prompts)}
+           "flops/update": c.algorithm.ppo_epochs * count.update(traj, shares_prompts(c))}
     if batch is None:
         return out
     nothing = np.zeros(batch.traj.num_trajectories)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl import training
 from jaxrl.algorithms.preference import Table, needs_reference, preference_loss, weighted
 from jaxrl.data.images.controls import controlled
-from jaxrl.recipes.sft import demonstrations, log_line
+from jaxrl.recipes.sft import PendingSteps, demonstrations
 from jaxrl.resolve.spec import resolve
 from jaxrl.rl.evaluation import Evaluation, evaluate, publish_latest, summary, write_records
 from jaxrl.roles.reference import precision
@@ -54,9 +54,9 @@ def run(config, inputs=None) -> dict:
         weights = ", ".join(f"{weight:g} x {name}" for name, weight in weighted(c.preference).items())
         first = first_prompt(s, job)
 
-        def open_step(speed):
-            pending = []
+        pending = PendingSteps(s, job, policy)
 
+        def open_step(speed):
             def step():
                 with s.phase("data"):
                     batch, cursor = job.stream.take(s.progress.cursor)
@@ -70,15 +70,15 @@ def run(config, inputs=None) -> dict:
                     s.advance(cursor, samples=len(batch))
                 metrics["flops/score"] = losses.passes * speed.operations.scoring(pairs.traj, c.train.share_prompts)
                 needed = speed.operations.update(pairs.traj, c.train.share_prompts)
-                pending.append((metrics, pairs.traj, pairs.layout.metrics(), needed))
-                return log_line(s, job, policy, pending)
+                pending.steps.append((metrics, pairs.traj, pairs.layout.metrics(), needed))
+                return pending.line_if_due()
 
             return step
 
         return fit(s, job, policy, open_step, publish=None if job.engine is None else job.engine.publish,
                    evaluation=lambda sync: HeldOutEvaluation(s, job, policy, losses, sync),
                    about=f"loss      {weights}, beta {c.preference.beta:g}",
-                   first_row=first and f"{first}\n{first_completions(job)}")
+                   first_row=first and f"{first}\n{first_completions(job)}", unlogged=pending.line)
 
 
 class Completion(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -54,9 +55,10 @@ def run(config, inputs=None) -> dict:
                 with s.phase("data"):
                     rows, cursor = job.stream.take(s.progress.cursor)
                     batch = make_batch([example for _, example in rows], c, job.images)
+                scored = score_batch(s, job, model, batch)
                 with s.changing():
                     s.fault("update")
-                    metrics = one_step(s, job, model, batch)
+                    metrics = one_update(s, model, batch, scored)
                     metrics["flops/update"] = speed.operations.update(batch.traj, c.train.share_prompts, head=False)
                     metrics["flops/score"] = speed.operations.scoring(batch.traj, c.train.share_prompts, head=False)
                     s.advance(cursor, samples=len(rows))
@@ -159,31 +161,43 @@ def make_batch(examples, c, images=None) -> Batch:
     return Batch(traj, lambda scores: bradley_terry(scores, 2 * pairs, 2 * pairs + 1, margin, options.center))
 
 
-def one_step(s, job, model: Scorer, batch: Batch) -> dict[str, float]:
-    """Runs one optimizer step on a batch; returns its metrics.
+class Scored(NamedTuple):
+    """A batch's scores under the current parameters: its layout, the derivative [K] float64 of the loss by the scores
+    at the K slots, and the metrics `loss` and `score/*`."""
 
-    Loss and `score/*` are those of the parameters before the step, over all slots of the batch. Lengths are completion
-    tokens, without the slot.
-    """
+    layout: training.Layout
+    derivative: np.ndarray
+    metrics: dict[str, float]
+
+
+def score_batch(s, job, model: Scorer, batch: Batch) -> Scored:
+    """Scores all slots of a batch; changes nothing. Metrics are over all slots of the batch."""
     traj, share = batch.traj, job.config.train.share_prompts
     layout = training.make_layout(traj.sizes, job.row_shapes, share_prompts=share)
     with s.phase("score"):
         scores = model.score(traj, layout)[traj.loss_mask]
         loss, derivative, found = batch.loss(scores)
+    metrics = {f"score/{name}": value for name, value in found.items()}
+    return Scored(layout, derivative, metrics | {"loss": loss, "score/mean": float(scores.mean()),
+                                                 "score/std": float(scores.std())})
+
+
+def one_update(s, model: Scorer, batch: Batch, scored: Scored) -> dict[str, float]:
+    """Runs one optimizer step on a scored batch; returns its metrics.
+
+    Loss and `score/*` are those of the parameters before the step. Lengths are completion tokens, without the slot.
+    """
     with s.phase("update"):
-        weights, traj = training.score_weights(traj, derivative), model.shown(traj)
-        packed = (training.pack(traj, m, {}, weights) for m in layout.minibatches[0].microbatches)
+        weights, traj = training.score_weights(batch.traj, scored.derivative), model.shown(batch.traj)
+        packed = (training.pack(traj, m, {}, weights) for m in scored.layout.minibatches[0].microbatches)
         metrics = host_scalars(model.update(map(model.put, packed)))
     lengths = traj.completion_lengths - 1  # without the slot
-    return metrics | {f"score/{name}": value for name, value in found.items()} | {
-        "loss": loss,
-        "score/mean": float(scores.mean()),
-        "score/std": float(scores.std()),
+    return metrics | scored.metrics | {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/prompt_tokens": float(traj.prompt_lengths.sum()),
-        **layout.metrics(),
+        **scored.layout.metrics(),
     }
 
 

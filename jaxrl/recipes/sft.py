@@ -37,9 +37,9 @@ def run(config, inputs=None) -> dict:
             return evaluate_only(s, job)
         policy = Policy(job, training.NextToken(**precision(job)), s.total_steps)
 
-        def open_step(speed):
-            pending = []
+        pending = PendingSteps(s, job, policy)
 
+        def open_step(speed):
             def step():
                 with s.phase("data"):
                     batch, cursor = job.stream.take(s.progress.cursor)
@@ -51,29 +51,41 @@ def run(config, inputs=None) -> dict:
                     with s.phase("update"):
                         metrics, packing = one_update(job, policy, traj, s.step)
                     s.advance(cursor, samples=traj.num_trajectories)
-                pending.append((metrics, traj, packing, speed.operations.update(traj, shared=False)))
-                return log_line(s, job, policy, pending)
+                pending.steps.append((metrics, traj, packing, speed.operations.update(traj, shared=False)))
+                return pending.line_if_due()
 
             return step
 
         return fit(s, job, policy, open_step, publish=job.engine.publish if held_out else None,
-                   evaluation=lambda sync: Evaluation(s, job, sync))
+                   evaluation=lambda sync: Evaluation(s, job, sync), unlogged=pending.line)
 
 
-def log_line(s, job, policy, pending: list):
-    """Returns the StepResult of the steps since the last one if it is due (log.every_steps, or at the end), else {}; a
-    stop leaves the newest steps without one. Raises RunStopped after optimizer.max_nonfinite updates in a row that were
-    not finite.
+class PendingSteps:
+    """The steps since the last line of metrics, whose metrics stay on the devices until a line is due.
 
-    pending: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged."""
-    if s.step % job.config.log.every_steps and not s.ended():
-        return {}
-    with s.phase("update"):  # where the devices are waited for
-        metrics = line_metrics(pending)
-        check_finite(policy.state, job.config)
-    steps = len(pending)
-    pending.clear()
-    return StepResult(metrics, steps=steps)
+    Attributes:
+      steps: (metrics on the device, Trajectories, Layout.metrics, operations) per step; cleared when logged."""
+
+    def __init__(self, s, job, policy: Policy):
+        self.s, self.job, self.policy, self.steps = s, job, policy, []
+
+    def line_if_due(self):
+        """Returns `line` if one is due, else {}: every log.every_steps steps, where an evaluation, save or export is
+        due, and at the end. Collective."""
+        s, every = self.s, self.job.config.log.every_steps
+        return self.line() if s.step % every == 0 or s.ended() or s.anything_due() else {}
+
+    def line(self):
+        """Returns the StepResult of the pending steps, {} without any. Raises RunStopped after optimizer.max_nonfinite
+        updates in a row that were not finite."""
+        if not self.steps:
+            return {}
+        with self.s.phase("update"):  # where the devices are waited for
+            metrics = line_metrics(self.steps)
+            check_finite(self.policy.state, self.job.config)
+        steps = len(self.steps)
+        self.steps.clear()
+        return StepResult(metrics, steps=steps)
 
 
 def demonstrations(examples, positions, loss_on_prompt: bool, images=None) -> Trajectories:

@@ -304,12 +304,16 @@ def algorithm_row(config) -> dict[str, tuple]:
 
 def here() -> Platform:
     """Returns the platform of the run's first device (jax.devices()[0], of any process). Its dtype is fp32 on CPUs,
-    fp16 on GPUs before compute capability 8, else bf16. Starts jax's backend.
+    fp16 on GPUs before compute capability 8, else bf16, also where the capability is no number. Starts jax's backend.
     """
     import jax
 
     device = jax.devices()[0]
-    new = device.platform != "gpu" or float(getattr(device, "compute_capability", 8.0)) >= 8
+    try:
+        capability = float(getattr(device, "compute_capability", 8.0))
+    except ValueError:  # AMD's GPUs have names, such as gfx942
+        capability = 8.0
+    new = device.platform != "gpu" or capability >= 8
     return Platform(device.platform, "fp32" if device.platform == "cpu" else "bf16" if new else "fp16")
 
 

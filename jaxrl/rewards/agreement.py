@@ -76,7 +76,7 @@ def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
     be read or has no rows."""
     where, items, labels = o["labelled"], [], []
     try:
-        lines = Path(where).expanduser().read_text("utf-8").splitlines()
+        lines = Path(where).expanduser().read_text("utf-8").split("\n")  # not the other line ends of Unicode
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"labelled={where!r}: {e}") from None
     for i, line in enumerate(lines, 1):
@@ -85,7 +85,7 @@ def read_labelled_rows(o: dict) -> tuple[list[RewardItem], list[float]]:
         try:
             row = json.loads(line)
             prompt, completion, label = row.pop("prompt"), row.pop("completion"), float(row.pop("score"))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             raise ConfigError(f"labelled={where!r}, line {i}: {type(e).__name__}: {e}; a row has prompt, completion "
                               "and score, a number") from None
         if not o["lowest"] <= label <= o["highest"]:

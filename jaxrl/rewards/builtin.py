@@ -38,7 +38,8 @@ def register_reward(name: str):
     image_sizes, and of the run user (config.user), format_pattern and code_score. It returns a float, None (no score
     for this row), or (float, {metric: number}); for a batch a list of these. It runs in worker processes, so it must
     be importable there. Attributes of the function that workers read, if it has them: `prepare`, called before the
-    worker is ready; `size` and `seconds`, completions and time limit of one call of a batched function.
+    worker is ready; `size`, completions in one call of a batched function (else all at once); `seconds`, the limit of
+    one call (else reward.timeout_seconds).
 
     Raises:
       ValueError: another function, a built-in one too, or a service (remote, judge) has this name.
@@ -279,13 +280,24 @@ def _number(text: str) -> Fraction | None:
     return Fraction(text)
 
 
+CHOSEN = re.compile(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])")
+# The article or the pronoun, not the letter: a word follows that can stand behind one.
+WORD = re.compile(
+    r"(?:I|A(?![ \t]+(?:is|was|has|can|will|must|would|should|with|at|to|from|in|on|of|the|this|we|it|you|they|here)"
+    r"\b))[ \t]+(?!(?:because|since|as|and|or|but|for|due|not|is|which|rather|given|while|whereas|instead|though"
+    r"|although|so|then|if|when|that|by|based)\b)[a-z]")
+STANDS_ALONE = re.compile(r"(?<![\w'])(?<!not )(?<!not [(\[*])([A-Z])(?=\s?[)\].:,;!*]|\s*\Z)")
+
+
 @register_reward("choice")
 def choice_reward(prompt, completion, answer):
     r"""Scores 1.0 if the chosen letter equals `answer` (a letter, also as '(B)'), else 0.0; None without an answer.
 
     The letter is that of the last \boxed{B} (0.0 if the box holds something else); in a completion without a box the
     last 'answer is B', 'Answer: (B)', 'option B' or 'choice B', else a completion's begin with the letter alone ('B',
-    '(B)', 'B. because'). Outside a box only capital letters count. Raises ValueError for an answer that is no letter.
+    '(B)', 'B. because'). Outside a box only capital letters count. An A or I that is a word of a sentence ('Answer: I
+    think it must be (B)') gives way to the next letter in brackets, before punctuation or at the end. Raises ValueError
+    for an answer that is no letter.
     """
     if answer is None:
         return None
@@ -304,9 +316,11 @@ def _chosen_letter(completion: str) -> str | None:
     content = last_boxed(completion)
     if content is not None:
         return _letter(content)
-    letters = re.findall(r"(?i:answer|option|choice)(?i:\s++is)?+\s*+[:=]?+[\s(\[*]*+([A-Z])(?![\w'])", completion)
-    if letters:
-        return letters[-1]
+    found = list(CHOSEN.finditer(completion))
+    if found:
+        word = WORD.match(completion, found[-1].start(1))
+        after = STANDS_ALONE.search(completion, found[-1].end()) if word else None
+        return (after or found[-1])[1]
     alone = re.match(r"[\s(\[*]*([A-Z])(?=[)\].:,*]|\s*$)", completion)
     return alone.group(1) if alone else None
 

@@ -57,7 +57,8 @@ def keywords(text, keyword_list):
 
 @check("verify_keyword_frequency")
 def keyword_frequency(text, word, N):
-    """Returns whether a word occurs exactly N times, as IFEval counts: whole words, case aside. A word that begins or
+    """Returns whether a word occurs exactly N times: whole words, case aside, as open-instruct's RLVR-IFEval counts
+    (IFEval counts parts of words too). A word that begins or
     ends with a sign, such as `c++`, is counted only where a letter, digit or _ touches the sign.
 
     (ROLL's counts all words of the text, whatever `word` is.)"""

@@ -60,14 +60,41 @@ def from_json(files: list[str], sizes: list) -> list[RowImage]:
 
 
 def last_numbers(text: str, count: int) -> tuple[float, ...] | None:
-    """Returns the last `count` numbers that stand together in a text, divided by commas, spaces or brackets: `[1, 2, 3,
-    4]`, `(1,2),(3,4)`, `37 62`; None without such. A longer row of numbers is cut into groups of `count` from its
-    start, of which the last whole one counts: `2 [3, 4]` gives 2 and 3. The last 4096 characters are read; a number has
-    at most 7 digits before and 6 after its point.
+    """Returns `count` numbers of a text, from the last row of as many numbers; None without such a row.
+
+    The numbers of a row are divided by commas, spaces or brackets: `[1, 2, 3, 4]`, `(1,2),(3,4)`, `37 62`. Of a longer
+    row, the last brackets that together hold exactly `count` numbers give them, without such brackets its last `count`
+    numbers: of `Image 1 (37, 62)` and 2, 37 and 62; of `1, 2, 3`, 2 and 3. The last 4096 characters are read; a number
+    has at most 7 digits before and 6 after its point.
     """
-    between = r"[\s,()\[\]]+"
-    found = re.findall(rf"(?<![\w.-]){between.join([f'({NUMBER})'] * count)}(?![\w]|\.\d)", text[-4096:])
-    return tuple(map(float, found[-1])) if found else None
+    text, row = text[-4096:], rf"(?<![\w.-]){NUMBER}(?:[\s,()\[\]]+{NUMBER})*(?![\w]|\.\d)"
+    rows = [match for match in re.finditer(row, text) if len(re.findall(NUMBER, match.group())) >= count]
+    if not rows:
+        return None
+    begin, end = rows[-1].span()
+    begin = len(text[:begin].rstrip(" \t\n,(["))  # the brackets before the first number
+    groups: list[tuple[list[str], bool]] = []  # numbers between two brackets, whether the first one opens
+    opener = False
+    for piece in re.split(r"([()\[\]])", text[begin:end]):
+        if piece and piece in "()[]":
+            opener = piece in "(["
+        elif numbers := re.findall(NUMBER, piece):
+            groups.append((numbers, opener))
+    return tuple(map(float, _last_bracketed(groups, count) or sum((numbers for numbers, _ in groups), [])[-count:]))
+
+
+def _last_bracketed(groups: list[tuple[list[str], bool]], count: int) -> list[str]:
+    """Returns the numbers of the last neighbouring groups in brackets that hold `count` numbers together; [] without
+    such. groups: (numbers, whether they are in brackets)."""
+    for last in range(len(groups), 0, -1):
+        numbers: list[str] = []
+        for found, bracketed in reversed(groups[:last]):
+            numbers = found + numbers
+            if not bracketed or len(numbers) > count:
+                break
+            if len(numbers) == count:
+                return numbers
+    return []
 
 
 def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
@@ -92,7 +119,7 @@ def as_stored(values, frame: str, sizes: Sizes | None) -> tuple[float, ...]:
 
 def reference_box(answer) -> Box:
     """Returns the box (x1, y1, x2, y2) of an answer, with x1 <= x2 and y1 <= y2: four numbers in pixels of the stored
-    image, or text, whose last four numbers that stand together are taken.
+    image, or text, of which `last_numbers` takes four.
 
     Raises ValueError if there are not four, TypeError for an answer that is neither text nor a sequence of numbers."""
     found = last_numbers(answer, 4) if isinstance(answer, str) else tuple(map(float, answer))

@@ -140,7 +140,7 @@ class RewardPool:
         only until the first one has been ready, for the key.
 
         Args:
-          items: completions.
+          items: completions; in a step those of this process, to which reward.max_failed_fraction applies.
           recorded: per item None, or a record of `RewardResult.records()`: functions it covers are not
             called again and their outcome is reused, including a timeout. A record whose `by` is another key
             comes from other code, which is not checked here.

@@ -185,8 +185,8 @@ def final_part(completion: str) -> str:
 
 @register_reward("iou")
 def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0, threshold=0.0):
-    """Scores a box, the last four numbers x1, y1, x2, y2 of a completion, by its intersection over union with `answer`
-    (VLM-R1, arXiv 2504.07615, reward of referring expressions).
+    """Scores a box, the last four numbers x1, y1, x2, y2 of a completion (`images.last_numbers`), by its intersection
+    over union with `answer` (VLM-R1, arXiv 2504.07615, reward of referring expressions).
 
     Args:
       image_sizes: Sizes of the row's images, not needed for the frame `stored`.
@@ -212,8 +212,8 @@ def iou_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", 
 
 @register_reward("point_in_box")
 def point_in_box_reward(prompt, completion, answer, image_sizes=(), frame="thousandths", image=0):
-    """Scores 1.0 if a point, the last two numbers x, y of a completion, lies in the box `answer`, else 0.0; None
-    without an answer.
+    """Scores 1.0 if a point, the last two numbers x, y of a completion (`images.last_numbers`), lies in the box
+    `answer`, else 0.0; None without an answer.
 
     UI-R1's reward of a click's coordinates (arXiv 2503.21620).
 

@@ -25,7 +25,7 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 class Remote(Service):
     """A batched reward of a service that reads text; scores prompts, completions and the columns of the option
-    `columns`. A column that no row of the batch has is not sent, without an error.
+    `columns`. A column that no row of the batch has is not sent; a job is refused if no row of its data has it.
 
     Args:
       o: the service's options (see services.service_options); they decide scores.

@@ -28,7 +28,7 @@ from jaxrl.algorithms import (
     whiten,
 )
 from jaxrl.config.user_code import imported
-from jaxrl.errors import ConfigError
+from jaxrl.errors import ConfigError, type_of
 
 
 class Advantages(NamedTuple):
@@ -47,7 +47,7 @@ class Advantages(NamedTuple):
 
 
 def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, rewards=None, columns=None,
-               user=None, scale=1.0) -> Advantages:
+               user=None, scale=1.0, part=None) -> Advantages:
     """Computes one advantage per loss token with the estimator `algorithm.advantage`.
 
     With kl.placement=reward, kl.coef * KL is subtracted from each score. The score minus its baseline, over its scale,
@@ -78,6 +78,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
       values: [T] float of the critic, for gae.
       rewards, columns, user: passed on to a user's function.
       scale: reward.scale, which is in the scores already but not in the column `reward`.
+      part: [N] bool, trajectories that an estimator's metrics are of; None = all.
 
     Returns:
       Advantages, 0 outside loss_mask and in sequences without a score.
@@ -86,7 +87,7 @@ def advantages(options, traj, scores, *, baseline=None, kl=None, values=None, re
       ConfigError: a user's function failed, or returned another shape or numbers that are not finite.
       ValueError: advantage_mean=greedy without a baseline.
     """
-    inputs = EstimatorInputs(options, traj, scores, baseline, kl, values, rewards, columns, user, scale)
+    inputs = EstimatorInputs(options, traj, scores, baseline, kl, values, rewards, columns, user, scale, part)
     result = ESTIMATORS.get(options.advantage, user_advantages)(inputs)
     present = inputs.present
     tokens = np.where(present, result.tokens, 0.0)
@@ -110,8 +111,9 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
       scores: [N] float64, NaN = absent. inputs: the keyword arguments of `advantages`.
 
     Returns:
-      Advantages. Each of an estimator's metrics is that of the last source, by name, that has it; shares are of the
-      tokens or groups of the whole batch. If a source has a table, `returns` is None, whatever the estimator."""
+      Advantages; an estimator's metrics are those of the last source, by name, that has any, over its own trajectories
+      (all sources without a table count as the first one). If a source has a table, `returns` is None, whatever the
+      estimator."""
     names = np.asarray(of_N, str)
     tables = {name: entry["algorithm"] for name, entry in sources.items() if entry.get("algorithm")}
     table_of_N = np.where(np.isin(names, list(tables)), names, "")
@@ -122,7 +124,7 @@ def advantages_by_source(sources, of_N, options, traj, scores, **inputs) -> Adva
     for name in np.unique(table_of_N) if tables else ():
         mine = table_of_N == name
         overridden = FrozenConfigDict({**options, **tables.get(name, {})})
-        new = advantages(overridden, traj, np.where(mine, scores, np.nan), **inputs)
+        new = advantages(overridden, traj, np.where(mine, scores, np.nan), **inputs, part=mine)
         result = Advantages(np.where(traj.spread(mine), new.tokens, result.tokens), None,
                             np.where(mine, new.zero_signal, result.zero_signal), {**result.metrics, **new.metrics})
     coefs = np.array([sources[name].get("coef", 1.0) if name in sources else 1.0 for name in names])
@@ -145,6 +147,7 @@ class EstimatorInputs(NamedTuple):
     columns: dict | None
     user: Any
     scale: float
+    part: np.ndarray | None = None
 
     @property
     def present(self):
@@ -234,15 +237,16 @@ def gigpo(inputs: EstimatorInputs) -> Advantages:
     """Computes GiGPO (arXiv 2505.10978): outcome advantages plus anchor_coef times the advantage among the group's
     turns in the same state.
 
-    See algorithms.anchor_advantages. Metric: advantage/anchored_fraction, the share of loss tokens with such an
-    advantage."""
+    See algorithms.anchor_advantages. Metric: advantage/anchored_fraction, the share of the part's loss tokens with such
+    an advantage."""
     options, traj = inputs.options, inputs.traj
     numbers, _ = inputs.relative_to_group(inputs.scores_less_kl())
     anchor = traj.columns.get("anchor", np.zeros(len(traj.tokens), np.int64))
     steps = anchor_advantages(inputs.token_rewards(inputs.scores), traj.columns.get("turn"), anchor,
                               *inputs.turn_arguments, mean=options.advantage_mean, std=options.advantage_std)
     tokens = traj.spread(numbers) + options.anchor_coef * steps
-    share = float((steps[traj.loss_mask] != 0).mean())
+    own = traj.loss_mask if inputs.part is None else traj.loss_mask & traj.spread(inputs.part)
+    share = float((steps[own] != 0).mean())
     return Advantages(tokens, None, without_signal(traj, tokens), {"advantage/anchored_fraction": share})
 
 
@@ -251,13 +255,14 @@ def dpo(inputs: EstimatorInputs) -> Advantages:
 
     Source: OAIF, arXiv 2402.04792.
 
-    See algorithms.preferred_advantages; beta is kl.coef. Metrics: advantage/pairs_fraction (pairs over groups) and
-    advantage/pairs_margin (mean beta times the lead of the best, in nats)."""
+    See algorithms.preferred_advantages; beta is kl.coef. Metrics: advantage/pairs_fraction (pairs over the part's
+    groups) and advantage/pairs_margin (mean beta times the lead of the best, in nats)."""
     traj, beta = inputs.traj, inputs.options.kl.coef
     ratios = np.where(traj.total() > 0, traj.total(inputs.kl), np.nan)
     numbers, pairs = preferred_advantages(inputs.scores, traj.group, ratios, beta)
     tokens, margins = traj.spread(numbers), beta * (ratios[pairs[:, 0]] - ratios[pairs[:, 1]])
-    metrics = {"advantage/pairs_fraction": len(pairs) / len(np.unique(traj.group)),
+    own = traj.group if inputs.part is None else traj.group[inputs.part]
+    metrics = {"advantage/pairs_fraction": len(pairs) / len(np.unique(own)),
                "advantage/pairs_margin": float(margins.mean()) if len(pairs) else 0.0}
     return Advantages(tokens, None, without_signal(traj, tokens), metrics)
 
@@ -301,8 +306,14 @@ def spread_over_tokens(name: str, values, traj) -> np.ndarray:
 
     name: of the function, for messages. values: its result.
 
-    Raises ConfigError for another shape, and for numbers at loss tokens that are not finite."""
-    values = np.asarray(values, np.float64)
+    Raises ConfigError for what is no array of numbers or has another shape, and for numbers at loss tokens that are not
+    finite."""
+    try:
+        values = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"algorithm.advantage={name!r} returned {type_of(values)} that is no array of numbers: "
+                          f"{str(e).splitlines()[0]}; expected one number per sequence ({traj.num_trajectories}) or per"
+                          f" token ({len(traj.tokens)})") from None
     if values.shape == (traj.num_trajectories,):
         values = traj.spread(values)
     if values.shape != (len(traj.tokens),):

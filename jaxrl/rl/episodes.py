@@ -49,7 +49,7 @@ def check_failures(env, step: int, outcomes, requested: int) -> None:
     Args:
       step: the step's number, for the message.
       outcomes: protocol.Outcome of episodes, None for a completion that is no episode.
-      requested: number of episodes requested, of which the fraction is taken."""
+      requested: number of episodes requested, of which the fraction is taken; in a step those of this process."""
     failed = [o for o in outcomes if o is not None and o.cause]
     if len(failed) <= env.max_failed_fraction * requested:
         return

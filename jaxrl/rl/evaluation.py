@@ -18,6 +18,7 @@ from jaxrl.data.images.controls import controlled, with_own_pictures
 from jaxrl.data.images.thumbnails import save
 from jaxrl.processes.exchange import owner_process
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, conversations
+from jaxrl.rl.metrics import accuracy_rewards
 from jaxrl.rl.trajectories import (
     collect,
     exchange_results,
@@ -70,11 +71,11 @@ class Evaluation:
 def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dict]]]:
     """Completes and scores all rows of all eval sets with the engine's weights.
 
-    accuracy = share of rows whose named reward (eval.accuracy_from, default the first) reaches reward.pass_mark,
-    unweighted and unshaped; with several samples, the mean over them (mean@k). A completion without that reward, also
-    of a row that other functions score, counts as not accurate; failed_fraction is the share of these. Metrics over all
-    sets weigh every row equally. Blind controls (eval.controls) are scored as further sets, outside the metrics over
-    all sets. A control, and all sets together, have accuracy, mean@k and pass@k alone. At least one set is needed.
+    accuracy = share of rows whose named reward (eval.accuracy_from, else the row's first) reaches reward.pass_mark,
+    unweighted and unshaped; with several samples, the mean over them (mean@k). A completion whose reward failed counts
+    as not accurate; failed_fraction is the share of these. Metrics over all sets weigh every row equally. Blind
+    controls (eval.controls) are scored as further sets, outside the metrics over all sets. A control, and all sets
+    together, have accuracy, mean@k and pass@k alone. At least one set is needed.
 
     Args:
       s, job: session and job.
@@ -126,8 +127,9 @@ def evaluate(s, job, receive=None) -> tuple[dict[str, float], dict[str, list[dic
 def accurate(job, traj, examples, texts, result):
     """Adds the reward model's scores, if there is one, and decides which completions are accurate.
 
-    A completion is accurate if its raw value of the reward eval.accuracy_from (the first reward if empty) is at least
-    reward.pass_mark. Aborted completions have the score NaN and are not accurate, nor are those without that reward.
+    A completion is accurate if its raw value of the reward eval.accuracy_from, or of its row's first function where
+    that one does not apply, is at least reward.pass_mark. Aborted completions have the score NaN and are not accurate,
+    nor are those whose reward failed or gave no score.
 
     Args:
       job: the job. traj: Trajectories of rows * eval.samples completions, row by row.
@@ -139,8 +141,7 @@ def accurate(job, traj, examples, texts, result):
     c = job.config
     if job.reward_model is not None:
         result = job.reward_model.add_scores(with_own_pictures(traj, examples), examples, texts, result)
-    source = c.eval.accuracy_from or next(iter(result.parts))
-    scores = np.where(traj.finish == 2, np.nan, result.parts[source])  # no completion: failed, not wrong
+    scores = np.where(traj.finish == 2, np.nan, accuracy_rewards(c, result))  # no completion: failed, not wrong
     hits = np.nan_to_num(scores, nan=-np.inf) >= c.reward.pass_mark
     return result, scores, hits.reshape(-1, c.eval.samples)
 

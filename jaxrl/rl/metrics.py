@@ -16,12 +16,18 @@ log = logging.getLogger("jaxrl")
 
 
 def accuracy_rewards(spec, result):
-    """Returns the raw values, float64 [N], of the reward that defines accuracy (eval.accuracy_from), NaN where absent.
+    """Returns the raw values, float64 [N], of the reward that defines each row's accuracy, NaN where it is absent.
 
-    Those of the first reward where eval.accuracy_from is empty or used in evaluation only. It is one reward for all
-    completions: NaN also for rows that other functions score. result: RewardResult with at least one reward.
+    That reward is `accuracy_source` of the functions that apply to the row. result: RewardResult with at least one
+    reward.
     """
-    return result.parts.get(spec.eval.accuracy_from, next(iter(result.parts.values())))
+    names = [accuracy_source(spec, own or result.parts) for own in result.outcomes]
+    return np.array([result.parts[name][i] for i, name in enumerate(names)])
+
+
+def accuracy_source(spec, names) -> str | None:
+    """Returns eval.accuracy_from if it is among `names`, the rewards that apply to a row, else the first of them."""
+    return spec.eval.accuracy_from if spec.eval.accuracy_from in names else next(iter(names), None)
 
 
 # Parts of gap/mean over a bucket of tokens, and the bucket's share of the tokens, by which they become its means.

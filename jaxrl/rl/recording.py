@@ -172,9 +172,10 @@ def restore_batch(record) -> Batch:
     traj, tokens, reward = record.part("traj"), record.part("token"), record.part("reward")
     fields = {field.name for field in dataclasses.fields(Trajectories)}
     parts = {name: reward[name] for name in record.header["rewards"]}
-    none = [{} for _ in reward[""]]
+    recorded = list(enumerate(record.header["outcomes"]))  # without those that are "ok"
+    outcomes = [{n: own.get(n, "ok") for n, x in parts.items() if n in own or np.isfinite(x[i])} for i, own in recorded]
     batch = {name: record.arrays.get(f"batch/{name}") for name in OF_BATCH}
     return Batch(traj=Trajectories(**{name: x for name, x in traj.items() if name in fields}, columns=tokens),
                  groups=[Group(Source(name)) for name in record.header["sources"]], texts=[],
-                 result=RewardResult(reward[""], parts, none, none, {}, record.header["by"]),
+                 result=RewardResult(reward[""], parts, outcomes, record.header["noted"], {}, record.header["by"]),
                  asked=record.header["asked"], cursor=record.header["cursor"], metrics={}, pass_rates={}, **batch)

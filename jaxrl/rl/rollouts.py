@@ -29,6 +29,7 @@ from jaxrl.errors import ConfigError, RunStopped
 from jaxrl.processes.exchange import gather, owner_process
 from jaxrl.rewards.background import BackgroundScorer
 from jaxrl.rl.episodes import add_episode_rewards, check_failures, episode_metrics
+from jaxrl.rl.metrics import accuracy_source
 from jaxrl.rl.trajectories import (
     collect,
     exchange_results,
@@ -381,15 +382,15 @@ class Rollouts:
 def pass_rates(rows, config) -> dict[int, float]:
     """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
 
-    That reward is eval.accuracy_from, or the completion's first function where that one does not apply to it.
-    Completions to which that function gave no score are not counted, groups of such completions left out.
+    That reward is eval.accuracy_from, or the row's first function where that one does not apply (accuracy_source).
+    Completions to which it gave no score are not counted, groups of such completions left out.
 
     rows: of Round. config: of the job.
     """
     values: dict[int, list[float]] = {}
     for _, _, group, _, record in rows:
         parts = record["parts"]
-        value = parts.get(config.eval.accuracy_from, next(iter(parts.values()), None))
+        value = parts.get(accuracy_source(config, parts))
         if value is not None:
             values.setdefault(group.position, []).append(float(value >= config.reward.pass_mark))
     return {position: float(np.mean(passed)) for position, passed in values.items()}

@@ -247,8 +247,8 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns (function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64}, metric -> share of
-    the batch's loss tokens that its mask leaves out) for one batch.
+    """Returns for one batch (function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64},
+    metric -> share of the batch's loss tokens that its mask leaves out).
 
     Those of "policy" are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that
     dynamic sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared
@@ -267,7 +267,7 @@ def make_loss_weigher(spec, batch, columns):
     keep = np.logical_and.reduce(list(masks.values())) if masks else None
     positive = None
     if a.positive_nll_coef:
-        positive = np.nan_to_num(accuracy_rewards(c, batch.result), nan=-np.inf) >= c.reward.pass_mark
+        positive = accuracy_rewards(c, batch.result) >= c.reward.pass_mark  # absent: not positive
     weigh = functools.partial(training.loss_weights, traj, aggregation=a.aggregation, chunk=a.aggregation_sequences,
                               max_tokens=a.aggregation_constant or c.rollout.max_new_tokens, dropped=dropped, keep=keep,
                               positive=positive)

@@ -65,9 +65,7 @@ def read_reward_model(config, tokenizer, images=None) -> RewardModelFiles | None
             path=o.path, revision=o.revision, tokenizer="", tokenizer_revision=None, chat_template="", pad_token="",
             eos_tokens=(), trust_remote_code=config.model.trust_remote_code)), "reward.model.path")
     except ConfigError as e:
-        text = str(e).removeprefix(f"model.path={o.path!r}: ")
-        named = text.startswith("reward.model.path=")
-        raise ConfigError(text if named else f"reward.model.path={o.path!r}: {text}") from None
+        raise hf.error_of("reward.model.path", o.path, e) from None
     render, why = o.render, ""
     if render == "auto":
         render = "tokens" if own.get_vocab() == tokenizer.get_vocab() else "chat" if own.chat_template else "text"

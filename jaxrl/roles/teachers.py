@@ -70,8 +70,7 @@ def check(config, tokenizer, images=None) -> None:
             table.check_length(longest_sequence(config))
             hf.check_weights(table, parameters.source_of(t.path), t.revision)
     except ConfigError as e:
-        text = str(e).removeprefix(f"model.path={t.path!r}: ")
-        raise ConfigError(text if text.startswith("teacher.path=") else f"teacher.path={t.path!r}: {text}") from None
+        raise hf.error_of("teacher.path", t.path, e) from None
 
 
 def check_vocabulary(student, teacher, name: str) -> None:

@@ -180,8 +180,7 @@ class EmbeddedEngine(Engine):
         if self._cache is None:
             self._cache, self._stash = self._programs.new_caches()
         if self._programs.ahead and not self._published:
-            self._params = self._programs.published_shapes(params)
-            self._programs.prepare_first(self._calls(0))
+            self._programs.prepare_first(self._calls(0, self._programs.published_shapes(params)))
         self._params = self._programs.publish(params)
         self._version = int(version)
         self._published += 1
@@ -485,27 +484,28 @@ class EmbeddedEngine(Engine):
         count = next(n for n in self.shapes.slot_counts if n >= active)
         return count, max((n for n in self.shapes.slot_counts if n < active), default=0)
 
-    def _calls(self, least: int):
+    def _calls(self, least: int, params=None):
         """Yields arguments of `Programs.run` for programs not compiled yet: of kinds with at least `least` compiled
-        ones (others may be needed soon), and extend if requests are kept. Allocates nothing if all are compiled."""
-        shapes = self.shapes
+        ones (others may be needed soon), and extend if requests are kept. Allocates nothing if all are compiled.
+        params: the weights' shapes before they are published."""
+        shapes, params = self.shapes, self._params if params is None else params
         width, used = shapes.prefill_rows, Counter(kind for kind, *_ in self._programs.compiled)
         kinds = ("prefill", *(["prefill_images"] if shapes.patches else []))
         for kind, length in itertools.product(kinds, shapes.prompt_lengths):
             if used[kind] >= least and self._programs.missing((kind, length)):
                 ones, none = np.ones(width, np.int32), [None] * width
-                yield self._programs.prefill_call(self._params, self._stash, np.zeros((width, length), np.int32), ones,
+                yield self._programs.prefill_call(params, self._stash, np.zeros((width, length), np.int32), ones,
                                                   np.arange(width, dtype=np.int32), self._numbers(0 * ones),
                                                   None if kind == "prefill" else self._images(none, ones, length))
         if self._keeps and self._programs.missing(("extend",)):
             blank = np.zeros(shapes.extend, np.int32)
-            yield self._programs.extend_call(self._params, self._cache, blank, blank, blank[:, 0],
+            yield self._programs.extend_call(params, self._cache, blank, blank, blank[:, 0],
                                              self._numbers(blank[:, 0]), self._shifts(blank[:, 0]))
         for count in reversed(shapes.slot_counts) if used["decode"] >= least else ():
             rows = np.arange(count, dtype=np.int32)
             part = jax.tree.map(lambda column, rows=rows: column[rows], self._table)
             for length in (n for n in shapes.lengths_of[count] if self._programs.missing(("decode", count, n))):
-                yield self._programs.decode_call(self._params, self._cache, part[0], part[1], self._history(rows), 0,
+                yield self._programs.decode_call(params, self._cache, part[0], part[1], self._history(rows), 0,
                                                  rows, length, self._shared(rows), self._numbers(self._whose[rows]))
 
     def _shared(self, rows):

@@ -67,6 +67,7 @@ class Episode:
     messages: list[dict] = dataclasses.field(default_factory=list)  # of env.history=template
     tools: list[dict] | None = None  # of the current sequence
     pending: tuple = ()  # (Turn without its size, request, tools) of the turn that is being sampled
+    noted: dict = dataclasses.field(default_factory=dict)  # notes and counts when it last sent messages
     side_calls: int = 0         # completions outside the episode
     over: bool = False          # turns or tokens are used up: nothing more is sampled
     tries: int = 0
@@ -309,6 +310,7 @@ class EpisodeEngine(Engine):
     def _send(self, episode: Episode, data: dict) -> list[Request]:
         """Replies from the record, or returns the request for the next turn; [] if none may be sampled."""
         self._reward(episode, data["reward"])
+        episode.noted = {"notes": data["notes"], "counts": data["counts"]}
         if not data["train"]:
             return self._side_call(episode, data)
         episode.tools = data["tools"]
@@ -330,10 +332,7 @@ class EpisodeEngine(Engine):
         try:
             added, opens, images = self._render(episode, data)
         except ValueError as e:
-            cause = f"turn {len(episode.turns) + 1}: its messages cannot be rendered: {e}"
-            self.pool.cancel([episode.request.id])
-            self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
-            return []
+            return self._fail(episode, f"turn {len(episode.turns) + 1}: its messages cannot be rendered: {e}")
         whole = (0 if opens else len(episode.ids)) + len(added)
         room = min(self.longest, (self.env.max_input_tokens or self.longest) + 1) - whole
         sequence = sequence_images(episode.images, len(episode.ids), opens, images)
@@ -344,14 +343,18 @@ class EpisodeEngine(Engine):
         most = min(sampling.max_new_tokens, self.longest - whole, left, data["max_tokens"] or sampling.max_new_tokens)
         if len(episode.turns) >= self.env.max_turns or room < 1 or most < 1:
             if not episode.turns:
-                cause = f"its first prompt has {whole} tokens, which leaves no room for a completion"
-                self.pool.cancel([episode.request.id])
-                self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
-                return []
+                return self._fail(episode, f"its first prompt has {whole} tokens, which leaves no room for a "
+                                           "completion")
             self._end(episode)
             return []
         turn = Turn(np.asarray(added, np.int32), opens, 0, seen=seen, images=images)
         return [self._ask(episode, turn, self.images.pictures(sequence), most, data)]
+
+    def _fail(self, episode: Episode, cause: str) -> list[Request]:
+        """Ends an episode whose messages cannot be taken, as its environment's failure. Returns no request."""
+        self.pool.cancel([episode.request.id])
+        self._failed(episode, {"fault": "env", "cause": cause, "detail": ""})
+        return []
 
     def _end(self, episode: Episode) -> None:
         """Ends an episode whose turns or tokens are used up. The worker is informed once, so that it
@@ -359,7 +362,7 @@ class EpisodeEngine(Engine):
         """
         if episode.over:
             self.pool.cancel([episode.request.id])
-            self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1}}))
+            self._finish(episode, "length", self._cut_outcome(episode, {}))
         else:
             episode.over = True
             self.pool.reply(episode.request.id, {"text": "", "thinking": "", "calls": [], "finish": "length",
@@ -396,9 +399,12 @@ class EpisodeEngine(Engine):
             self.pool.cancel([episode.request.id])
             self._finish(episode, "abort")
             return []
-        messages, found = self.images.found(data["messages"])
-        ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
-        ids, images = self.images.expanded(ids, at, found, episode.request, 0)
+        try:
+            messages, found = self.images.found(data["messages"])
+            ids, at = self.renderer.first_with_images(messages, data["tools"] or [])
+            ids, images = self.images.expanded(ids, at, found, episode.request, 0)
+        except ValueError as e:
+            return self._fail(episode, f"an untrained call: its messages cannot be rendered: {e}")
         first, most = episode.request, self.longest - len(ids)
         most = min(first.sampling.max_new_tokens, most, data["max_tokens"] or most)
         if episode.side_calls >= self.env.max_turns or most < 1:
@@ -502,6 +508,11 @@ class EpisodeEngine(Engine):
         counts |= {"engine_seconds": episode.waited, "environment_seconds": max(0.0, took - episode.waited)}
         return Outcome(value, dict(data.get("rewards", {})), dict(data.get("notes", {})), counts)
 
+    def _cut_outcome(self, episode: Episode, counts: dict) -> Outcome:
+        """Returns the outcome of an episode that reported none: its turns' rewards, notes and counts so far."""
+        known = episode.noted
+        return self._outcome(episode, None, known | {"counts": {**known.get("counts", {}), "cut_off": 1, **counts}})
+
     def _failed(self, episode: Episode, data: dict) -> None:
         """Retries an episode that its environment failed; after env.retries it is absent."""
         if episode.first is not None:
@@ -513,7 +524,9 @@ class EpisodeEngine(Engine):
             self._log(cause, data["detail"])
             if fault == "late" and self.env.late == "truncated" and episode.turns:
                 self._reward(episode, data["reward"])
-                self._finish(episode, "length", self._outcome(episode, None, {"counts": {"cut_off": 1, "late": 1}}))
+                if data.get("counts"):
+                    episode.noted = {"notes": data["notes"], "counts": data["counts"]}
+                self._finish(episode, "length", self._cut_outcome(episode, {"late": 1}))
                 return
             episode.tries += 1
             if episode.tries > self.env.retries:

@@ -252,7 +252,7 @@ class Result:
     The distribution a token was drawn from is softmax(logits / temperature) cut to a support and renormalised; without
     penalties its log-prob is `logprobs - log_kept_mass`.
 
-    Where a stop string ends a completion of vLLM, all its tokens have the version that was the newest at its end."""
+    Where a stop string ends a completion of vLLM, a token has the version that its server had when the token came."""
 
     id: str
     tokens: np.ndarray    # [n] int32, the end token included

@@ -31,7 +31,8 @@ class Step:
       metrics: name -> float, the last line of metrics.jsonl; {} before the first. In on_end it lacks the metrics of an
         evaluation after the last step, which on_evaluation gets.
       samples: records of the step's training completions, as in rollouts/ (prompt, completion, answer, score, reward,
-        advantage, tokens ...); [] for jobs that sample none, for step 0 and in on_end.
+        advantage, tokens ...); [] for jobs that sample none, for step 0, in on_end, and for the line of an evaluation
+        that follows the last step.
       run_dir: the run's directory.
       config: every option as the run uses it, frozen (`step.config.optimizer.lr`).
     """
@@ -141,7 +142,8 @@ class Callbacks:
         step = Step(s, dict(self._metrics), list(records))
         due, self._due = self._due, []
         s.together("callbacks", lambda: self._call(due, step) if s.peers.first else True)
-        s.ended_by = s.decide("end?", lambda: step.stopped) or s.ended_by
+        asked = s.decide("end?", lambda: step.stopped)
+        s.ended_by = s.ended_by or asked  # the first reason counts
 
     def _call(self, due, step: Step) -> bool:
         for hook, *arguments in self._saved() + due:

@@ -115,7 +115,8 @@ def open_images(config, hf_config: dict, tokenizer) -> ImageSource | None:
     if config.env.image_tokens and config.episodes:
         if refused:
             images.close()
-            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet")
+            raise ConfigError(f"env.image_tokens={config.env.image_tokens}: {refused} does not train on images yet; "
+                              "change one of them")
         images.use(f"env.image_tokens={config.env.image_tokens}")
     return images
 
@@ -219,6 +220,8 @@ def _refused(spec) -> str:
     for name, does_not in (("run.recipe", not known),
                            ("teacher.servers", spec.run.recipe == "distill" and bool(spec.teacher.servers)),
                            ("fork.run", bool(spec.fork.run)),
+                           ("lora.init", spec.lora.init == "eva" and spec.run.mode == "train"),  # it reads text alone
+                           ("record.every", bool(spec.record.every) and spec.run.mode == "train"),
                            ("run.mode", spec.run.mode not in ("train", "eval"))):
         if does_not:
             return f"{name}={get(spec, name)!r}"
@@ -258,10 +261,17 @@ def check_controls(spec, eval_sets: dict) -> None:
         raise ConfigError(f"{controls}: no row of eval.sets has an image; set eval.controls=()")
 
 
-def check_judges(spec, images: ImageSource | None) -> None:
-    """Raises ConfigError for a judge that is shown images where no row has one, or rows have videos."""
+def check_services(spec, images: ImageSource | None, datasets: list) -> None:
+    """Raises ConfigError for a judge that is shown images where no row has one, or rows have videos; and for a column
+    that a service is sent (columns of a remote, rubric_column of a judge) and that no row of the data has.
+
+    datasets: Datasets and Mixtures of the job. All their rows are read if a column is not found before."""
     for name, (kind, o) in service_options(spec.reward).items():
-        if kind != "judge" or not o["show_images"] or name not in (*spec.reward.functions, *spec.eval.rewards):
+        if name not in (*spec.reward.functions, *spec.eval.rewards):
+            continue
+        if datasets and o.get("format", "") not in ("classify", "pooling"):  # which send no columns
+            _check_columns(name, "rubric_column" if kind == "judge" else "columns", o, datasets)
+        if kind != "judge" or not o["show_images"]:
             continue
         if images is not None and images.videos:
             raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and the rows hold "
@@ -269,6 +279,21 @@ def check_judges(spec, images: ImageSource | None) -> None:
         if images is None or not images.used:
             raise ConfigError(f"the judge {name!r} has show_images=True (reward.judge.show_images), and no row has an "
                               "image; leave it out")
+
+
+def _check_columns(name: str, option: str, o: dict, datasets: list) -> None:
+    """Raises ConfigError for a column of a service's option that no row has."""
+    found: dict[str, None] = {"answer": None}
+    wanted = {o[option]} if isinstance(o[option], str) else set(o[option])
+    wanted -= {"", *found}
+    for dataset in datasets:
+        for i in range(len(dataset) if wanted else 0):
+            found |= dict.fromkeys(dataset[i].columns)
+            if not (wanted := wanted.difference(found)):
+                break
+    if wanted:
+        raise ConfigError(f"reward {name!r}: {option}: no row has the column {min(wanted)!r}; columns that rewards get:"
+                          f" {', '.join(map(str, found))}; correct the name, or leave it out")
 
 
 def most_patches(stream, eval_sets: dict, images: ImageSource | None = None, image_tokens: int = 0) -> int:

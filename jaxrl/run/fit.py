@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
 
 
 def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 0, evaluation=None, reports=(),
-        about: str = "", first_row: str | None = None) -> dict:
+        about: str = "", first_row: str | None = None, unlogged=dict) -> dict:
     """Runs a job until it ends or is stopped, and returns the content of summary.json.
 
     Args:
@@ -43,6 +43,7 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
         called without held-out sets.
       reports: objects whose summary() returns further entries of summary.json; a list may grow during the run.
       about: further lines of the start-up summary. first_row: line about the data; default the first prompt.
+      unlogged: () -> StepResult of the steps that have no line of metrics when a stop ends the loop, {} without any.
 
     Raises:
       ConfigError: a checkpoint or option does not fit. RunStopped: the run had to stop, or a callback failed; what was
@@ -59,6 +60,15 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     s.begin(plan and plan(job.config, job, s.step), speed.rates)
     evaluate = evaluation(sync) if evaluation is not None and job.eval_sets else None
     s.before_first_step(evaluate)
+
+    def log_result(result):
+        if result:
+            metrics = result.metrics | s.stream.metrics(s.progress.cursor) | {
+                "data/samples": float(s.progress.samples),
+                "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
+            } | (job.engine.metrics() if sync_every else {})
+            s.after_step(metrics, evaluate, policy.export, steps=result.steps, records=result.records)
+
     while s.should_continue():
         try:
             result = step()
@@ -69,12 +79,8 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
         if sync is not None and sync_every and s.step % sync_every == 0:
             with s.phase("publish"):
                 sync()
-        if result:
-            metrics = result.metrics | s.stream.metrics(s.progress.cursor) | {
-                "data/samples": float(s.progress.samples),
-                "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
-            } | (job.engine.metrics() if sync_every else {})
-            s.after_step(metrics, evaluate, policy.export, steps=result.steps, records=result.records)
+        log_result(result)
+    log_result(unlogged())
     out = s.finish(evaluate, policy.export)
     entries = {name: entry for report in reports for name, entry in report.summary().items()}
     s.telemetry.summary(entries)

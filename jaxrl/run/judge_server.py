@@ -48,7 +48,7 @@ class JudgeServers:
     watches them; `wait` returns once they respond, and `close` ends all.
 
     A server that has replied once and ends is restarted, up to rollout.vllm.restarts times; requests meanwhile get no
-    score.
+    score. A server that ends after its last restart is logged as an error and stays down.
 
     Args:
       config: of the run. functions: names of the run's reward functions. count: processes of the run.
@@ -57,7 +57,8 @@ class JudgeServers:
       servers: name of a judge -> its Server (address and key).
 
     Raises:
-      ConfigError: a judge needs a server, and the run has several processes, or vLLM is not installed or too old."""
+      ConfigError: a judge needs a server, and the run has several processes, or vLLM is not installed or too old.
+      OSError: a server's process cannot be created; those that run are stopped first."""
 
     def __init__(self, config, functions, count: int = 1):
         wanted = judges_to_serve(config, functions)
@@ -79,14 +80,18 @@ class JudgeServers:
                                          "reward.functions and eval.rewards")
         if notice := adapter.check_version(version, f"the server of judge {name!r}"):
             log.warning(notice)
-        for name, o in wanted.items():
-            if not cpu and not o["devices"]:
-                log.warning("judge %r: its server uses the same devices as jaxrl; set other `devices`, or limit its "
-                            "memory with server_args={'gpu_memory_utilization': ...}", name)
-            port = free_port(HOST)
-            self._launched[name] = server_command(o, self._options, port, cpu, self._key)
-            self.servers[name] = Server(f"http://{HOST}:{port}/v1", self._key)
-            self._start(name)
+        try:
+            for name, o in wanted.items():
+                if not cpu and not o["devices"]:
+                    log.warning("judge %r: its server uses the same devices as jaxrl; set other `devices`, or limit its"
+                                " memory with server_args={'gpu_memory_utilization': ...}", name)
+                port = free_port(HOST)
+                self._launched[name] = server_command(o, self._options, port, cpu, self._key)
+                self.servers[name] = Server(f"http://{HOST}:{port}/v1", self._key)
+                self._start(name)
+        except BaseException:
+            self.close()
+            raise
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="judge-servers")
         self._watcher.start()
 
@@ -125,6 +130,12 @@ class JudgeServers:
                     log.warning("the server of judge %r %s: %s; restarting it", name, process.ended(),
                                 process.last_errors())
                     self._start(name)
+                elif name in up:
+                    up.discard(name)
+                    log.error("the server of judge %r %s: %s; rollout.vllm.restarts=%d is used up: it stays down, and "
+                              "the judge gives no scores; stop the run, fix the server (whole log: %s) and rerun the "
+                              "same command to resume", name, process.ended(), process.last_errors(),
+                              self._options.restarts, process.log_file)
 
     def close(self) -> None:
         """Stops all servers and the thread that watches them."""

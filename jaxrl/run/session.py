@@ -45,11 +45,12 @@ from jaxrl.report import report_of
 from jaxrl.run.callbacks import Callbacks
 from jaxrl.run.closing import Closers, closing_line
 from jaxrl.run.python_api import PythonInputs
-from jaxrl.telemetry import Every, Phases, Telemetry, open_console, per_step, write_config
+from jaxrl.telemetry import Phases, Telemetry, open_console, per_step, write_config
 from jaxrl.telemetry.best import Best
 from jaxrl.telemetry.compilations import Compilations
 from jaxrl.telemetry.health import Divergence, IdleMechanisms
 from jaxrl.telemetry.profiler import Profiler, memory_steps, traced_steps
+from jaxrl.telemetry.timing import triggers
 from jaxrl.training.optimizer import schedule_text
 
 log = logging.getLogger("jaxrl")
@@ -89,7 +90,7 @@ class Session:
         self.stop, self.peers = GracefulStop(starting=True), peers()
         self.faults = Faults(spec.faults.plan, self.peers.index)
         self.callbacks = Callbacks(self)
-        self.ended_by = ""  # why a callback ended the run
+        self.ended_by, self._evaluates = "", True  # why something ended the run; whether there are held-out sets
         self.eval_before = self.last_eval = None
         self.parts, self.comparison, self.profiler, self.idle = (), None, None, None
         self.divergence, self.best = Divergence(spec, spec.recipe.samples), Best(spec)
@@ -331,6 +332,7 @@ class Session:
         """Evaluates before the first step with eval.before, or at a resume if a stop left an evaluation due; or prints
         why the run has no steps left. evaluate: () -> (metrics, records by set, summary) of the held-out sets, empty
         after a stop; None = no sets. Raises ConfigError if these lack eval.metric."""
+        self._evaluates = evaluate is not None
         if self.ended_by:
             self.say(f"this run was ended at step {self.step} by {self.ended_by}; to continue, set a larger "
                      "eval.patience, or 0")
@@ -362,9 +364,7 @@ class Session:
 
         Raises RunStopped if a callback fails or saves fail (Checkpointer.save), ConfigError if an evaluation lacks
         eval.metric, and what evaluate and export raise."""
-        epoch, last = self.stream.epoch(self.progress.cursor), self.ended()
-        due = lambda name: self.decide(f"{name}?", self.due[name], self.step, epoch)  # noqa: E731
-        best = False
+        last, due, best = self.ended(), self.is_due, False
         try:
             if evaluate is not None and (due("eval") or (last and self.spec.eval.after)):
                 evaluated = self._evaluate(evaluate)
@@ -382,6 +382,14 @@ class Session:
         if self.callbacks.used:
             self.callbacks.due("on_step", metrics)
             self.callbacks.after_line(metrics, records)
+
+    def is_due(self, name: str) -> bool:
+        """Whether "eval", "save" or "export" is due after this step, by its periods. Collective."""
+        return self.decide(f"{name}?", self.due[name], self.step, self.stream.epoch(self.progress.cursor))
+
+    def anything_due(self) -> bool:
+        """Whether a step has to call `after_step` because of an evaluation, save or export. Collective."""
+        return any([self.is_due(name) for name in self.due if self._evaluates or name != "eval"])  # all are asked
 
     def _log_step(self, metrics: dict, steps: int) -> dict:
         together, compiled = self.phase.take(), self.compilations.take()
@@ -473,7 +481,8 @@ class Session:
         if not stopped and not evaluated and c.eval.after and evaluate is not None:
             metrics = self._evaluate(evaluate)
             best = self._better(metrics)
-            self.telemetry.step(self.step, metrics, self.phase.take())
+            if metrics:  # no stop was requested
+                self.callbacks.after_line(self.telemetry.step(self.step, metrics, self.phase.take()))
             stopped = self.stopping() and self.due["eval"].missed
         unsaved = None
         try:
@@ -589,12 +598,3 @@ class Session:
         except Exception as e:
             log.error("summary.json could not be written: %s", e)
         self.report()
-
-
-def triggers(spec, states: dict) -> dict[str, Every]:
-    """Returns when "eval", "save" and "export" are due, by name. states: name -> state, of the resumed checkpoint."""
-    e, c = spec.eval, spec.checkpoint
-    periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
-               "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
-               "export": (c.export_every_steps, c.export_every_epochs, 60 * c.export_every_minutes)}
-    return {name: Every(*period, state=states.get(name)) for name, period in periods.items()}

@@ -45,7 +45,7 @@ from jaxrl.rollout.vllm.options import BOTH_MEMORY, memory_fraction
 from jaxrl.run.data import (
     check_column,
     check_controls,
-    check_judges,
+    check_services,
     image_lines,
     load_data,
     most_patches,
@@ -230,7 +230,7 @@ def read_job_inputs(s, with_rewards: bool = True) -> JobInputs:
     train_set, eval_sets = load_data(c, inputs, model_inputs.tokenizer, model_inputs.eos_ids[0], tools, images)
     check_column(c, images, train_set, eval_sets, model_inputs.hf_config)
     check_controls(c, eval_sets)
-    check_judges(c, images)
+    check_services(c, images, [one for one in (train_set, *eval_sets.values()) if one is not None])
     if images is not None and images.used:  # else a job of text, whose model is read without its tower
         model_inputs = with_tower(c, model_inputs, images)
         if s.resumed is None:
@@ -342,8 +342,8 @@ def check_kernels(s, job) -> None:
     for op, names in wrong.items():
         distrust(op, names)
         for name, why in names.items():
-            log.warning("%s: %s does not agree with the reference on this device (%s); the next implementation runs. "
-                        "Report it with the file that jaxrl doctor writes", op, name, why)
+            log.warning("%s: %s does not agree with the reference on this device, or failed (%s); the next "
+                        "implementation runs. Report it with the file that jaxrl doctor writes", op, name, why)
 
 
 class ModelInputs(NamedTuple):
@@ -409,7 +409,7 @@ def check_weights(config, inputs: ModelInputs) -> None:
             try:
                 check(table, source_of(path), config[role].revision)
             except ConfigError as e:
-                raise ConfigError(f"{role}.path={path!r}: {str(e).removeprefix(f'model.path={path!r}: ')}") from None
+                raise hf.error_of(f"{role}.path", path, e) from None
 
 
 def open_job(config, model_inputs: ModelInputs | None = None, mesh=None) -> Job:

@@ -113,7 +113,11 @@ def prepare() -> None:
 def _check_arguments(argv, stdin, files):
     if not isinstance(argv, (list, tuple)) or not argv or not all(isinstance(a, str) and "\0" not in a for a in argv):
         raise TypeError(f"argv is a list of texts, got {argv!r}"[:200])
+    if not isinstance(files, Mapping):
+        raise TypeError(f"files is a dict of relative path -> content, got {type(files).__name__}")
     for name in files:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a file is a text, got {name!r}; write str(...)"[:200])
         parts = name.split("/")
         if not name or name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
             raise ValueError(f"a file's name must be a relative path inside the program's folder, got {name!r}")
@@ -122,8 +126,14 @@ def _check_arguments(argv, stdin, files):
                              f"{name[:40]!r}...")
         if above := next((above for k in range(1, len(parts)) if (above := "/".join(parts[:k])) in files), None):
             raise ValueError(f"{above!r} is a file and the folder of {name!r}")
-    return list(argv), _bytes(stdin), {name: _bytes(data) for name, data in files.items()}
+    contents = {name: _bytes(f"the file {name!r}", data) for name, data in files.items()}
+    return list(argv), _bytes("stdin", stdin), contents
 
 
-def _bytes(data: str | bytes) -> bytes:
-    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
+def _bytes(what: str, data) -> bytes:
+    """Returns text or bytes as bytes. what: they are of, for messages. Raises TypeError for anything else."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogatepass")
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"{what} is text or bytes, got {type(data).__name__}")
+    return bytes(data)

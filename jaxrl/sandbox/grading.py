@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxrl.sandbox import api
 from jaxrl.sandbox.codec import Opaque, decode, encode
+from jaxrl.sandbox.scopes import module_names
 from jaxrl.sandbox.types import RunResult, SandboxError
 
 MAX_ROUNDS = 64         # most rounds of calls that depend on earlier results within a row's tests
@@ -151,16 +152,19 @@ class _Program:
 
 
 def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
-    """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing.
+    """Runs the asserts in rounds: each looks calls up in a table and asks for those that are missing. A test that has
+    passed or failed in a round is not run in later ones.
 
     In the first round the table is empty, so what fails there fails without the program: it raises, and may take half
     of the judge's seconds. From the second round on the asserts use the program's values: a limit, a dead judge, a
     call that is not carried or too many rounds fail the tests that are not passed by then.
     """
-    task = {"setup": tests.setup, "tests": tests.asserts, "names": sorted(_free_names(tests)), "table": []}
+    task = {"setup": tests.setup, "names": sorted(_free_names(tests)), "table": []}
     left, verdicts = JUDGE_SHARE * api.limits().seconds, {}
     for round_ in range(MAX_ROUNDS):
         nonce, began = secrets.token_hex(16), time.monotonic()
+        waiting = [n for n in range(len(tests.asserts)) if verdicts.get(n) is None]
+        task["tests"] = [tests.asserts[n] for n in waiting]
         try:
             stdin = json.dumps(task | {"nonce": nonce})
         except RecursionError:  # a program can write the line of its answer itself, in any form
@@ -171,11 +175,11 @@ def _run_asserts(program: _Program, tests: Tests) -> list[bool]:
         ran = api.run(["python", "-I", "judge.py"], stdin, _files("judge.py"),
                       seconds=max(left if round_ else left / 2, 0.1))
         left -= time.monotonic() - began
-        verdicts, calls_by_text, ended, why = {}, {}, False, ""
+        calls_by_text, ended, why = {}, False, ""
         for line in _lines(ran, nonce):
             match line:
                 case [int(n), True | False | None as passed, list(calls), str(text)]:
-                    verdicts[n], why = passed, why or text
+                    verdicts[waiting[n]], why = passed, why or text
                     calls_by_text |= {json.dumps(call): call for call in calls}
                 case "end":
                     ended = True
@@ -375,16 +379,7 @@ def _python(text: str, entry_point: str) -> Tests:
 
 def _free_names(tests: Tests) -> set[str]:
     """Returns the names that the tests use without defining them: the program's."""
-    used, bound = set(), set(dir(builtins))
-    for node in ast.walk(ast.parse("\n".join((tests.setup, *tests.asserts)))):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return used - bound
+    free, bound = module_names(tests.setup)
+    for source in tests.asserts:
+        free |= module_names(source)[0] - bound
+    return free - set(dir(builtins))

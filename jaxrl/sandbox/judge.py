@@ -30,6 +30,19 @@ def key(name, args, kwargs):
     return json.dumps([name, args, kwargs])
 
 
+ARGUMENTS = {  # of exceptions that cannot be made without
+    "UnicodeDecodeError": ("utf-8", b"?", 0, 1, "not given"), "UnicodeEncodeError": ("utf-8", "?", 0, 1, "not given"),
+    "UnicodeTranslateError": ("?", 0, 1, "not given"), "ExceptionGroup": ("not given", [Exception()])}
+
+
+def built_in(name):
+    """Returns an exception of the built-in class of this name, an Exception for any other name."""
+    error = getattr(builtins, name, Exception) if isinstance(name, str) else Exception
+    if not isinstance(error, type) or not issubclass(error, Exception):
+        return Exception()
+    return error(*ARGUMENTS.get(name, ()))
+
+
 def proxy(name, table, unknown):
     """Returns a function in place of one of the program's: it looks its calls up in the table.
 
@@ -50,8 +63,7 @@ def proxy(name, table, unknown):
             raise Unknown
         kind, value = known
         if kind == "raised":
-            error = getattr(builtins, value, Exception)
-            raise error if issubclass(error, Exception) else Exception
+            raise built_in(value)
         if kind != "value":
             raise Exception(f"{name} returned {value}")
         return decode(value)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.algorithms.api_losses import API_LOSSES
+from jaxrl.config.option import is_finite
 from jaxrl.rollout.protocol import SamplingParams
 from jaxrl.service.images import Sight, expanded
 from jaxrl.service.packing import Batch
@@ -206,7 +207,7 @@ def batch(data, loss_fn: str, config: dict, longest: int, vocab: int, sight: Sig
         if name not in bounds:
             known = f"it has {', '.join(bounds)}" if bounds else "it has no options"
             raise Refused(422, f"loss_fn_config.{name}={value!r}: not an option of {loss_fn}; {known}")
-        if isinstance(value, str) or not math.isfinite(value) or value < 0:
+        if isinstance(value, str) or not is_finite(value) or value < 0:
             raise Refused(422, f"loss_fn_config.{name}={value!r}: must be a number of at least 0")
         bounds[name] = value
     if missing := [name for name, value in bounds.items() if value is None]:

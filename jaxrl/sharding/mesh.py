@@ -7,6 +7,7 @@ of experts, and of all other parameters), tp (shards of heads, width, vocabulary
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -18,6 +19,7 @@ from jaxrl.errors import ConfigError
 
 AXES = ("dp", "fsdp", "cp", "ep", "tp")
 DATA_AXES = ("dp", "fsdp", "ep")  # the rows of a batch are split over all of them, and each row over cp
+RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")  # of devices, or one of them
 ROLES = ("policy", "reference", "critic", "teacher", "sampler", "reward_model")  # whom mesh.roles can give devices
 
 
@@ -122,20 +124,24 @@ def indices(text: str, count: int, what: str = "device", of: str = "a process ha
 
     count: how many there are. what, of: words for messages.
 
-    Raises ValueError for text that is neither, for a number that occurs twice, and for numbers beyond `count`.
+    Raises ValueError for text that is neither, for a range that ends before it begins, for a number that occurs twice,
+    and for numbers beyond `count`.
     """
     if text == "all":
         return list(range(count))
     out = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+        found = RANGE.fullmatch(part.strip())
+        if not found:
             raise ValueError('is neither "all" nor ranges such as "0-3,6"')
-        out += range(int(first), int(last or first) + 1)
-    if len(set(out)) < len(out) or not out:
-        raise ValueError(f"names a {what} twice" if out else "is empty")
-    if max(out) >= count:
-        raise ValueError(f"names {what} {max(out)}, but {of} {count}, from 0 to {count - 1}")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f'has a range that ends before it begins, "{part.strip()}"; write "{last}-{first}"')
+        if last >= count:
+            raise ValueError(f"names {what} {last}, but {of} {count}, from 0 to {count - 1}")
+        out += range(first, last + 1)
+    if len(set(out)) < len(out):
+        raise ValueError(f"names a {what} twice")
     return out
 
 

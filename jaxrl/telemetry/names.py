@@ -40,7 +40,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/margin", "preferences: mean reward of the chosen completions less that of the rejected ones", "margin", "fixed"),
     Metric("reward/chosen", "preferences: mean reward of the chosen completions; reward/rejected of the others"),
     Metric("reward/<name>", "mean raw score of one reward function where it gave one, or a metric it returned"),
-    Metric("accuracy/train", "share of the completions whose named reward reaches reward.pass_mark", "acc", "percent"),
+    Metric("accuracy/train", "share of the completions whose named reward (eval.accuracy_from, else the row's first) reaches "
+           "reward.pass_mark", "acc", "percent"),
     Metric("loss", "RL: as policy/loss; SFT: mean negative log-likelihood per target token; preferences, reward models: the loss of the step",
            "loss", "fixed"),
     Metric("length/mean", "mean completion length in tokens, end of text included", "length", "count"),

@@ -91,9 +91,9 @@ class Every:
     """Tells when a periodic action is due: every so many steps, epochs or seconds, whichever comes first; 0 switches
     one off.
 
-        due = every(step, epoch)     called once per step, with growing numbers
+        due = every(step, epoch)     called with growing numbers; asked again at a step it answers the same
 
-    By steps and epochs it is due if a multiple was reached or passed since the last call, so skipped steps do no harm.
+    By steps and epochs it is due if a multiple was reached or passed since the last call.
     By seconds it is due that long after it was last due for any reason. Without a checkpoint's state, the first call
     after step 0 is due if `step` itself is a multiple.
 
@@ -116,8 +116,11 @@ class Every:
         self._since = clock() - state.get("elapsed", 0.0)
         self.missed = state.get("missed", False)  # it was due, and was not done
         self._not_before = 0.0
+        self._answered: tuple[int, bool] | None = None  # (step, whether it was due)
 
     def __call__(self, step: int, epoch: float = 0.0) -> bool:
+        if self._answered is not None and self._answered[0] == step:
+            return self._answered[1]
         now = self._clock()
         before = step - 1 if self._step is None else self._step
         due = bool(self.steps) and step > 0 and step // self.steps > max(0, before) // self.steps
@@ -127,7 +130,7 @@ class Every:
         due |= bool(self.epochs) and self._epoch is None and reached(epoch) > 0 and step <= 1
         due |= bool(self.seconds) and now - self._since >= self.seconds
         due |= self.missed and now >= self._not_before
-        self._step, self._epoch = step, epoch
+        self._step, self._epoch, self._answered = step, epoch, (step, due)
         if due:
             self._since, self.missed = now, False
         return due
@@ -140,3 +143,12 @@ class Every:
         """Returns a JSON-able state, for the checkpoint if a resumed run must be due at the same steps."""
         state = {"step": self._step, "epoch": self._epoch, "elapsed": self._clock() - self._since}
         return state | {"missed": True} if self.missed else state
+
+
+def triggers(spec, states: dict) -> dict[str, Every]:
+    """Returns when "eval", "save" and "export" are due, by name. states: name -> state, of the resumed checkpoint."""
+    e, c = spec.eval, spec.checkpoint
+    periods = {"eval": (e.every_steps, e.every_epochs, e.every_seconds),
+               "save": (c.every_steps, c.every_epochs, 60 * c.every_minutes),
+               "export": (c.export_every_steps, c.export_every_epochs, 60 * c.export_every_minutes)}
+    return {name: Every(*period, state=states.get(name)) for name, period in periods.items()}

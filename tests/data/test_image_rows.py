@@ -170,6 +170,31 @@ def test_paths_lie_below_the_root(tmp_path):
         loaded(config([written(tmp_path / "data", {"prompt": ASK, "images": ["b.png"], "completion": SAY})]))
 
 
+def test_paths_of_rows_from_python_are_relative_to_the_working_directory(tmp_path, monkeypatch):
+    """Of a list as of a datasets.Dataset, also beside a folder that has the name of the argument."""
+    import datasets
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for folder, number in ((tmp_path, 1), (tmp_path / "data", 2)):
+        (folder / "a.png").write_bytes(png(picture(number)))
+    rows = [{"prompt": "what?", "completion": "\\boxed{1}", "images": ["a.png"]}]
+    want = picture_of(Image(encoded=png(picture(1))), loaded(config(), rows)[1].rule, 1 << 20).patches
+    for given in (rows, datasets.Dataset.from_list(rows)):
+        dataset, images = loaded(config(), given)
+        assert np.array_equal(images.patches(dataset[0].images.numbers)[0], want) and dataset[0].where == "data[0]"
+
+
+def test_sources_that_read_the_same_rows_keep_their_own_columns_of_images():
+    said = {"completion": "\\boxed{1}"}
+    parts = [{"role": "user", "content": [{"type": "image", "image": png(picture(3))}, {"type": "text", "text": "what?"}]}]
+    c = config()
+    c.data.sources = {"a": {"where": {"kind": "a"}, "prompt_column": "question"}, "b": {"where": {"kind": "b"}, "prompt_column": "ask"}}
+    rows = [{"kind": "a", "question": "what?", "ask": "", **said}, {"kind": "b", "question": "", "ask": parts, **said}]
+    mixture, _ = loaded(c, rows)
+    assert [example.images is not None for example in (mixture[0], mixture[1])] == [False, True]
+
+
+
 def test_bounds_on_pixels_decide_the_tokens():
     """A picture of 16 x 24 pixels, made smaller and larger; the checkpoint's own bounds hold where none is given."""
     row = {"prompt": ASK, "images": [FIRST], "completion": SAY}
@@ -203,7 +228,9 @@ def test_jobs_that_do_not_take_images_say_so(tmp_path):
     from jaxrl.models.io import hf
     described = {"model_type": "qwen3_vl_text", hf.SOURCE: outer["source"]}
     served = dict(teacher__servers=("http://localhost:1",), teacher__path="x")
-    for recipe, options, name in (("distill", served, "teacher.servers="), ("rl", dict(run__mode="parity"), "run.mode='parity'")):
+    for recipe, options, name in (("distill", served, "teacher.servers="), ("rl", dict(run__mode="parity"), "run.mode='parity'"),
+                                  ("sft", dict(lora__rank=2, lora__init="eva"), "lora.init='eva' does not train on images yet; change it"),
+                                  ("rl", dict(record__every=2), "record.every=2 does not train on images yet")):
         spec = resolve(config(recipe=recipe, model__init="random", model__config={"model_type": "qwen3_vl"}, **options))
         tokenizer = load_tokenizer(spec)
         images = open_images(spec, described, tokenizer)

@@ -1,6 +1,7 @@
 """Images of rows: pixels as transformers' Pillow class makes them, forms of cells and messages, files that are no images."""
 
 import base64
+import dataclasses
 import io
 import itertools
 import json
@@ -10,16 +11,17 @@ import subprocess
 import sys
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.tiers import first_cases
+from PIL import GifImagePlugin, ImageOps
 from PIL import Image as Pillow
-from PIL import ImageOps
 
 from jaxrl.data.images import decode
-from jaxrl.data.images.decode import Picture, picture_of, pixels_of, size_of
+from jaxrl.data.images.decode import Picture, animation, as_text, picture_of, pixels_of, png_of, size_of
 from jaxrl.data.images.expand import GEMMA, QWEN, escape, expand, restore
 from jaxrl.data.images.read import Image, ImageError, image_of, images_of, split_prompt
 from jaxrl.data.images.resize import RULES, Rule, as_fields, join, rule_of
@@ -483,3 +485,70 @@ def test_one_file_imports_pillow_and_only_where_an_image_is_opened():
     assert found == {"data/images/decode.py"}
     code = "import sys, jaxrl.data.images.decode, jaxrl.data.images.store; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- Pillow images in memory -------------------------------------------------------------------------------------------
+
+
+def animated(kind="GIF", count=4):
+    """(a Pillow animation in memory, its frames [H, W, 3]); two neighbours are equal."""
+    frames = [Pillow.fromarray(np.full((12, 16, 3), shade, np.uint8)) for shade in (10, 90, 90, 200)[:count]]
+    out = io.BytesIO()
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    durations = [40, 70, 110, 250][:count]
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:], duration=durations, **lossless)
+    return Pillow.open(io.BytesIO(out.getvalue()))
+
+
+def test_threads_see_the_frame_that_they_ask_for():
+    """A Pillow object shows one frame at a time: each reader seeks its own, also the first, and others wait."""
+    moving = animated()
+    frames = [Image(pixels=moving, frame=number) for number in range(moving.n_frames)]
+    want = [pixels_of(frame, LIMIT) for frame in frames]
+    assert len({one.tobytes() for one in want}) == len({frame.content for frame in frames}) == len(frames)
+    assert np.array_equal(pixels_of(frames[0], LIMIT), want[0]) and moving.seek(1) is None
+    contents, file = [frame.content for frame in frames], png_of(frames[0])
+    assert np.array_equal(np.asarray(Pillow.open(io.BytesIO(file)).convert("RGB")), want[0])
+    with ThreadPoolExecutor(8) as threads:
+        numbers = [number % len(frames) for number in range(200)]
+        assert all(threads.map(lambda n: np.array_equal(pixels_of(frames[n], LIMIT), want[n]), numbers))
+        assert list(threads.map(lambda n: frames[n].content, numbers)) == [contents[n] for n in numbers]
+
+
+def test_pictures_of_other_shapes_and_palettes_have_other_fingerprints():
+    pixels, turned = array(8, 12), Pillow.Exif()
+    turned[0x0112] = 6
+    palettes = [Pillow.fromarray(array(8, 12)[..., 0]).convert("P") for _ in range(2)]
+    palettes[1].putpalette([255 - k for k in range(256) for _ in range(3)])
+    upright, sideways = (Pillow.fromarray(pixels) for _ in range(2))
+    sideways.info["exif"] = turned.tobytes()
+    shown = [pixels, pixels.reshape(12, 8, 3), pixels.reshape(8, 36), *palettes, upright, sideways]
+    assert len({image_of(one, None).content for one in shown}) == len(shown)
+    assert image_of(pixels.copy(), None).content == image_of(pixels, None).content
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_animations_in_memory_become_text_with_every_frame(kind):
+    """As data.cache stores them: pixels and times of each frame."""
+    moving = animated(kind)
+    if kind == "GIF":  # Pillow wrote equal neighbours as one
+        moving = Pillow.open(io.BytesIO(equal_frames()))
+    given, read = image_of(moving, None), image_of(as_text(moving), None)
+    times = animation(given)
+    assert len(times) >= 3 and animation(read) == pytest.approx(times)
+    for number in range(len(times)):
+        one, other = (pixels_of(dataclasses.replace(image, frame=number), LIMIT) for image in (given, read))
+        assert np.array_equal(one, other)
+    assert size_of(read, LIMIT) == (12, 16)
+
+
+def equal_frames():
+    """A GIF with two equal frames, which Pillow would write as one."""
+    out = io.BytesIO()
+    first, last = (Pillow.fromarray(np.full((12, 16, 3), shade, np.uint8)).quantize() for shade in (10, 200))
+    for data in GifImagePlugin.getheader(first)[0]:
+        out.write(data)
+    for one in (first, first, last):
+        for data in GifImagePlugin.getdata(one, include_color_table=True, duration=70):
+            out.write(data)
+    return out.getvalue() + b";"

@@ -1,8 +1,10 @@
 """data.sources: several data sets by weight and by step, each with an order, a place and options of its own."""
 
 import itertools
+import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +20,19 @@ from jaxrl.checkpoint.resume import config_changes
 from jaxrl.config.load import put, redacted
 from jaxrl.data import DataError, Stream, check_paths, load_tokenizer, load_train
 from jaxrl.data.mixing import Mix, shares, weight_at
+from jaxrl.data.stream import _warn_of_weights
 from jaxrl.errors import ConfigError
+from jaxrl.records.files import Record
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rewards.items import RewardResult
 from jaxrl.rl.advantages import advantages, advantages_by_source
+from jaxrl.rl.evaluation import accurate
+from jaxrl.rl.metrics import accuracy_rewards
+from jaxrl.rl.recording import batch_arrays, batch_header, restore_batch
+from jaxrl.rl.rollouts import Batch, pass_rates
+from jaxrl.rl.step import make_loss_weigher
+from jaxrl.telemetry.run_dir import jsonable
 
 
 def counts(mix, positions, sources):
@@ -102,6 +113,31 @@ def test_what_happens_when_a_source_has_given_all(weights):
     assert np.array_equal(counts(stop, n, 3), untouched[:n + 1])
     assert (untouched[n] <= limits).all() and (untouched[n + 1] > limits).any()  # where one would be asked for more
     assert Mix(weights, 2, limits).end is None
+
+
+def test_sources_that_are_left_without_weight_are_served_or_named(caplog):
+    """With the weights of the next step that has any; rows that never get weight end the order, with a warning."""
+    late = ((0, 0), (5, 0), (10, 1))
+    for weights, limits in (((1.0, late), [15, 1000]), ((late, 1.0), [1000, 15])):
+        mix = Mix(weights, 4, limits, "others")
+        assert mix.end == 1015 and mix.unserved() == [0, 0] and mix.early == (3, 6)
+        assert [mix.place(p) for p in range(15, 20)] == [(limits.index(1000), n) for n in range(5)]
+        assert counts(mix, 15, 2)[-1][limits.index(15)] == 15
+    for gone in (((0, 1), (5, 0)), ((0, 1), (5, 0), (9, 0))):
+        mix = Mix((gone, 1.0), 4, [1000, 8], "others")
+        assert mix.end == 20 and mix.unserved() == [1000 - 12, 0] and mix.early is None
+    _warn_of_weights(mix, ["a", "b"], "others")
+    assert "data.sources.a: 988 of its rows never come" in caplog.text and "data.sources.b" not in caplog.text
+    _warn_of_weights(Mix((1.0, late), 4, [15, 1000], "others"), ["a", "b"], "others")
+    assert "from step 3 on, the sources that are not exhausted have weight 0; they get their weights of step 6" in caplog.text
+
+
+@pytest.mark.parametrize("weights", [(1e-7, 1), (((0, 1e-7), (3, 1e-7)), 1), (((0, 1e-9), (3, 1e-9)), 1e-9)])
+def test_a_weight_above_0_gives_rows(weights):
+    assert shares([1e-7, 1]) == [1, 10**6 - 1]
+    mix = Mix(weights, 4, [10] * 2)
+    served = next(p for p in range(0, 2 * 10**6, 50_000) if min(mix.rows_before(p)))
+    assert served <= 10**6 + 50_000
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -200,6 +236,30 @@ def test_the_functions_of_a_source_judge_its_rows():
             pool.score([RewardItem("?", "4", {"answer": "4"}, functions=("other",))])
 
 
+def test_accuracy_is_that_of_a_rows_own_reward():
+    """In evaluation, in the metric, in the loss of positive examples, in pass rates and in a replay: eval.accuracy_from where
+    it applies to the row, else the row's first. A first reward that failed is a miss; another one does not stand in."""
+    own = [{"exact": "ok"}, {"boxed": "ok"}, {"exact": "ok", "boxed": "ok"}, {"exact": "error: KeyError", "boxed": "ok"}]
+    parts = {"exact": np.array([1, np.nan, 0, np.nan]), "boxed": np.array([np.nan, 1, 1, 1])}
+    result, traj = RewardResult(np.ones(4), parts, own, [{}] * 4, {}, "code"), trajectories([2, 1, 3, 2], [0, 1, 2, 3])
+    group = [SimpleNamespace(position=i, example=None) for i in range(4)]
+    batch = Batch(traj, group, [], result, np.ones(4), np.ones(4), None, np.zeros(4, bool), None, 4, 4, {}, {})
+    header = json.loads(json.dumps(jsonable(batch_header(batch))))
+    replayed = batch._replace(result=restore_batch(Record(1, header, batch_arrays(batch))).result)
+    for accuracy_from, wanted in (("", [1, 1, 0, 0]), ("boxed", [1, 1, 1, 1])):
+        spec = decided(algorithm_config({"algorithm.positive_nll_coef": 0.5, "reward.functions": ("exact", "boxed"),
+                                         "eval.accuracy_from": accuracy_from}))
+        _, _, hits = accurate(SimpleNamespace(config=spec, reward_model=None), traj, None, None, result)
+        assert hits.ravel().tolist() == wanted
+        rows = [(None, None, g, "", record) for g, record in zip(group, result.records(), strict=True)]
+        assert pass_rates(rows, spec) == {i: x for i, x in enumerate(wanted) if x or i < 3}
+        for one in (batch, replayed):
+            assert (accuracy_rewards(spec, one.result) >= 1).tolist() == wanted
+            weigh, _ = make_loss_weigher(spec, one, {})
+            positive = traj.total(weigh(np.arange(4))["positive"]) > 0
+            assert positive.tolist() == wanted
+
+
 def test_advantages_of_a_source_are_those_of_a_run_with_its_options_alone():
     """Two sources of two groups each: plain and whitened as rloo, each bitwise as if the other were not there; a factor comes last."""
     scores = np.array([1.0, 0, 0, 1, 3, 0, 1, 1, 1, 0, np.nan, 5])
@@ -215,6 +275,21 @@ def test_advantages_of_a_source_are_those_of_a_run_with_its_options_alone():
         np.testing.assert_array_equal(got.zero_signal[mine], alone.zero_signal)
     plain = advantages_by_source({"a": {}, "b": {}}, names, of({}), whole, scores)
     np.testing.assert_array_equal(plain.tokens, advantages(of({}), whole, scores).tokens)
+
+
+def test_shares_of_a_source_with_a_table_are_over_its_own_trajectories():
+    """Two groups without a pair and without a common state, and two of source b: the metrics are those of b alone."""
+    names, groups = np.array(["a"] * 4 + ["b"] * 4), np.repeat([0, 1, 2, 3], 2)
+    scores, tables = np.array([1.0, 1, 0, 0, 1, 0, 1, 1]), {"a": {}, "b": {"algorithm": {"gamma": 0.9}}}
+    whole, alone = trajectories([1] * 8, groups), trajectories([1] * 4, groups[4:])
+    whole.columns["anchor"] = whole.spread(np.array([0, 0, 0, 0, 7, 7, 7, 7]))
+    alone.columns["anchor"] = alone.spread(np.full(4, 7))
+    for preset, metric, share in (("gigpo", "advantage/anchored_fraction", 0.5), ("online_dpo", "advantage/pairs_fraction", 0.5)):
+        options = decided(algorithm_config({"algorithm.preset": preset, "env.function": "guess" if preset == "gigpo" else ""})).algorithm
+        kl = np.zeros(len(whole.tokens)) if preset == "online_dpo" else None
+        got = advantages_by_source(tables, names, options, whole, scores, kl=kl)
+        own = advantages(options, alone, scores[4:], kl=None if kl is None else kl[:len(alone.tokens)])
+        assert got.metrics[metric] == own.metrics[metric] == share
 
 
 WRONG = [  # sources, further options, what is said

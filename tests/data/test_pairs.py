@@ -89,6 +89,7 @@ def test_columns_of_pairs_are_mapped(tokenizers, tmp_path):
     ({"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER]}, "'rejected' ends with the role 'user'"),
     ({"chosen": [GOOD], "rejected": [BAD]}, "there is no prompt"), ({"chosen": "yes", "rejected": "no"}, "there is no prompt"),
     ({"prompt": "Q", "chosen": "a", "rejected": "b", "margin": float("nan")}, "margin.*holds nan"),
+    ({"prompt": "Q", "chosen": "a", "rejected": "b", "margin": 10**400}, "margin.*holds an integer beyond float64"),
 ])
 def test_bad_rows_are_named(tokenizers, tmp_path, row, why):
     with pytest.raises(DataError, match=f"r.jsonl:1.*{why}"):
@@ -160,6 +161,16 @@ def test_pairs_are_made_of_scored_completions(tmp_path, capsys):
         assert text in said
     assert make_pairs.make_pairs(records, gap=1.4)[0] == rows[:1] and make_pairs.make_pairs(records, gap=1.5)[0] == []
     assert [r["chosen"] for r in make_pairs.make_pairs(records, reward="style")[0]] == ["worst"]
+    third = tmp_path / "c.jsonl"  # line ends of Unicode within a text end no line
+    third.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in (
+        record("p", "a\u2028b\x85c", 1.0), record("p", "d", 0.0))), "utf-8")
+    make_pairs.main([str(third), "--out", str(tmp_path / "pairs.jsonl")])
+    assert json.loads((tmp_path / "pairs.jsonl").read_text("utf-8"))["chosen"] == "a\u2028b\x85c"
+    for gap in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"gap={gap}: must be at least 0"):
+            make_pairs.make_pairs(records, gap=gap)
+    with pytest.raises(SystemExit):
+        make_pairs.main([str(first), "--gap=-1", "--out", str(tmp_path / "pairs.jsonl")])
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ def processors():
     """transformers' video processors. Without torchvision their module does not import, though sampling, sizes and the order of patches do
     not use it."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"]
+    importlib.import_module("transformers.image_utils")  # which would take the stand-ins for torchvision itself
     added = [name for name in names if name not in sys.modules]
     for name in added:
         sys.modules[name] = types.ModuleType(name)
@@ -140,3 +141,9 @@ def test_videos_that_cannot_be_read(tmp_path, name):
     Pillow.new("RGB", (4, 4)).save(tmp_path / "top" / "a.png")
     with pytest.raises(ImageError, match=message):
         videos_of({"video": "a.png"} if name == "one picture" else cell, tmp_path / "top")
+
+
+def test_a_time_beyond_float64_is_an_error_of_its_row():
+    frames = [np.zeros((4, 4, 3), np.uint8)] * 2
+    with pytest.raises(ImageError, match="times of a video"):
+        videos_of({"frames": frames, "times": [0, 10**400]}, None)

@@ -164,6 +164,9 @@ EPISODES = textwrap.dedent('''
         if kind == "column": task.row["target"]
         if kind == "state": chat.state({1, 2})
         if kind == "huge": return 10**400
+        if kind.startswith("huge "): await chat.send("a")
+        if kind == "huge reward": chat.reward(-(10**400))
+        if kind == "huge note": chat.note(depth=10**400)
         if kind == "large": return {"env": 1e300}
         return None
 
@@ -172,6 +175,7 @@ EPISODES = textwrap.dedent('''
         def reset(self, row, seed): return 3 if self.kind == "reset" else "first"
         def step(self, action):
             return {"tuple": ("a", 1.0, True), "none": Step(), "reward": Step("a", "b"), "nan": Step("a", float("nan")),
+                    "huge": Step("a", 10**400),
                     "note": Step("a", 1.0, False, {"x": "y"})}[self.kind]
 ''')
 
@@ -543,7 +547,9 @@ WRONG = {
     "note": "chat.note is of type str, expected a number (in wrong)",
     "column": "the row has no column 'target'; it has: kind (in wrong)",
     "state": "TypeError in wrong",
-    "huge": "OverflowError in wrong",
+    "huge": "the value it returned is an integer beyond the range of floats, expected a number, a dict of numbers or None (in wrong)",
+    "huge reward": "chat.reward is an integer beyond the range of floats, expected a number (in wrong)",
+    "huge note": "chat.note is an integer beyond the range of floats, expected a number (in wrong)",
     "large": "a value of the dict it returned is beyond 1e+15, whose square fp32 can hold: scale it (in wrong)",
 }
 
@@ -559,6 +565,7 @@ def test_episodes_that_do_not_keep_to_the_interface(pool):
     ("tuple", "step returned tuple, expected jaxrl.envs.Step(observation, reward, done)"),
     ("none", "step gave an observation of type NoneType, expected text, messages or jaxrl.envs.Observation"),
     ("reward", "the reward of a step is of type str, expected a number"), ("nan", "chat.reward is nan, expected a number"),
+    ("huge", "chat.reward is an integer beyond the range of floats, expected a number"),
     ("note", "chat.note is of type str, expected a number")])
 def test_classes_that_return_other_types(pool, kind, cause):
     ends, _ = play(pool("Types", options={"kind": kind}), {"e": {}})

@@ -1,10 +1,13 @@
 """Every option below `env` that the engine of episodes reads, in both of its states."""
 
+import copy
+import sys
+
 import numpy as np
 import pytest
 from helpers.episode_cases import WORLDS, Scripted, playing, requests, tokenizer
 from helpers.turn_cases import FAMILIES, make_tokenizer
-from helpers.worlds import NEWS
+from helpers.worlds import NEWS, TEMPLATE
 
 from jaxrl.config.load import default_config
 from jaxrl.errors import ConfigError
@@ -78,6 +81,30 @@ def test_late(late):
     else:
         assert result.finish == "length" and result.outcome.value == 0.75 and result.outcome.counts["late"] == 1
         assert text(result.tokens) == "7<eos>7<eos>"
+
+
+@pytest.mark.parametrize("function", ["insists", "dawdles"])
+def test_an_episode_without_a_result_keeps_its_notes_and_pays_for_malformed_calls(function):
+    """One that goes on after its turns are used up, and one that is late when it sends again."""
+    speaks = make_tokenizer(*FAMILIES["hermes"][:3])
+    with playing(function, says=[['<tool_call>{"name": "nothing"}</tool_call>']], speaks=speaks, parser="hermes",
+                 malformed_penalty=0.25, max_turns=2, max_observation_tokens=200, late="truncated", retries=0, step_seconds=600.0,
+                 episode_seconds=600.0) as engine:
+        (result,) = generate(engine, requests(1, 1, speaks=speaks, max_new_tokens=90), 600.0)
+    assert result.finish == "length" and dict(result.outcome.notes) == {"seen": 2.0}
+    assert result.outcome.counts["malformed"] == 2 and result.outcome.counts["cut_off"] == 1
+    assert [turn.reward for turn in result.turns] == [1.0, 1.0] and result.outcome.value == 1.5
+
+
+def test_an_untrained_call_that_cannot_be_rendered_fails_its_episode():
+    speaks = copy.deepcopy(tokenizer())
+    speaks.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    program = f"{sys.executable} {WORLDS.with_name('programs.py')}"
+    with playing("", says=["7"], speaks=speaks, program=program, retries=0, workers=1) as engine:
+        asked = requests(1, 1)
+        asked[0].task.columns = {"kind": "rejected"}
+        (result,) = generate(engine, asked, 600.0)
+    assert result.finish == "abort" and "an untrained call: its messages cannot be rendered" in result.outcome.cause
 
 
 @pytest.mark.full

@@ -150,11 +150,12 @@ def test_what_a_chat_says_is_what_the_engine_hears(pool):
     for data in said["e"]:
         assert 0 <= data.pop("seconds") < 1
     blank = {"rewrite": False, "tools": None, "stop": [], "max_tokens": 0, "reward": 0.0, "anchor": "",
-             "train": True}
+             "train": True, "notes": {}, "counts": {"calls": 0, "malformed": 0}}
     user = lambda text: {"role": "user", "content": text}  # noqa: E731
     assert first == blank | {"messages": [{"role": "system", "content": "s"}], "stop": ["END"], "max_tokens": 7}
-    assert second == blank | {"messages": [user("ABC"), user("?")], "reward": 0.5, "anchor": '{"a": [2], "b": 1}'}
-    assert third == blank | {"messages": [user("anew"), user("more")], "rewrite": True}
+    assert second == blank | {"messages": [user("ABC"), user("?")], "reward": 0.5, "anchor": '{"a": [2], "b": 1}',
+                              "notes": {"length": 3.0}}
+    assert third == blank | {"notes": {"length": 3.0}, "messages": [user("anew"), user("more")], "rewrite": True}
     done = ends["e"].data
     assert 0 <= done.pop("seconds") < 1 and ends["e"].kind == "done"
     assert done == {"value": 2.0, "rewards": {"width": 3.5, "thoughts": 3.0}, "reward": 1.25, "rewarded": True,

@@ -109,7 +109,9 @@ def test_schemas_are_those_of_transformers(fn):
     (dict[str, float], {"a": 1}, {"a": 1.0}), (dict[str, float], {"a": "b"}, None), (Literal["a", 2], 2, 2),
     (Literal["a", 2], "b", None), (Literal["a", 1], True, None), (int | str, 3, 3), (int | str, "3", "3"),
     (int | float, 3, 3), (int | float, 3.0, 3.0), (list[int] | str, [1], [1]), (list[int] | str, ["a"], None),
-    (Any, {"a": [None]}, {"a": [None]}), (list, ["a", 1], ["a", 1])])
+    (Any, {"a": [None]}, {"a": [None]}), (list, ["a", 1], ["a", 1]), (list[int] | list[str], ["a"], ["a"]),
+    (list[int] | list[str], [None], None), (dict[str, int] | dict[str, str], {"a": "b"}, {"a": "b"}),
+    (tuple[int] | tuple[int, int], [1, 2], [1, 2]), (list[int] | list[float], [1.0, 2.5], [1.0, 2.5])])
 def test_arguments_fit_their_types(kind, given, wanted):
     def tool(a: kind):
         """T.
@@ -127,6 +129,40 @@ def test_arguments_fit_their_types(kind, given, wanted):
     assert fit(None, {"type": "integer", "nullable": True}) is None
     with pytest.raises(BadArguments):
         fit(None, {"type": "integer"})
+
+
+def test_arguments_fit_the_schemas_of_other_programs():
+    """Schemas as pydantic writes them: objects with properties, true or false for a part's schema, null among options."""
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
+    assert fit({"x": 2.0, "y": "z"}, point) == {"x": 2, "y": "z"}
+    assert fit({"x": 1, "y": "z"}, point | {"additionalProperties": {"type": "string"}}) == {"x": 1, "y": "z"}
+    assert fit([{"x": 1}], {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "array", "items": point}]}) == [{"x": 1}]
+    assert fit(3.0, {"anyOf": [{"type": "integer"}, {"type": "null"}]}) == 3
+    with pytest.raises(BadArguments, match="array of integer or array of string"):
+        fit([None], schema_of(list[int] | list[str]))
+
+
+@pytest.mark.parametrize("kind, described, words", [
+    (str, "x (choices: [a, b])", r"parameter 'a' has the choices \[a, b\], .*write \(choices: \["), (str, "x (choices: 3)", "the choices 3"),
+    (Literal[b"x"], "x", "is of type .*which no call can hold"), ("no.such", "x", "not defined"), ("int or", "x", "not defined")])
+def test_types_and_choices_that_no_schema_has_are_named(kind, described, words):
+    def tool(a: kind):
+        pass
+
+    tool.__doc__ = f"T.\n\nArgs:\n    a: {described}\n"
+    with pytest.raises(TypeError, match=words):
+        Tool(tool)
+    assert schema_of(typing.List) == {"type": "array", "description": "x"}  # noqa: UP006
+
+
+def schema_of(kind):
+    def tool(a: kind):
+        """T.
+
+        Args:
+            a: x
+        """
+    return Tool(tool).schema["function"]["parameters"]["properties"]["a"]
 
 
 TOOLS = textwrap.dedent('''

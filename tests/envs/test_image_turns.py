@@ -345,6 +345,7 @@ def test_results_of_tools():
     array = np.zeros((4, 4, 3), np.uint8)
     assert result_content("f", array) == [{"type": "image", "image": array}]
     assert result_content("f", ["a", array])[0] == {"type": "text", "text": "a"}
+    assert result_content("f", [{"type": "image", "image": b"x"}, "a"]) == [{"type": "image", "image": b"x"}, {"type": "text", "text": "a"}]
     assert result_content("f", [{"type": "text", "text": "a"}]) == '[{"type": "text", "text": "a"}]'
     assert result_content("f", {"type": "image", "image": "x"}) == [{"type": "image", "image": "x"}]
     for value in ("a", 3, [1, 2], {"a": 1}):

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from helpers import env_cases
@@ -32,7 +33,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
 from jaxrl.rewards.builtin import code_block
-from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, seccomp, serve, watch
+from jaxrl.sandbox import Limits, RunResult, SandboxError, api, bwrap, grading, seccomp, serve, watch
 from jaxrl.sandbox import types as sandbox_types
 from jaxrl.sandbox.codec import Opaque, decode, encode
 from jaxrl.sandbox.grading import grade, parse, same
@@ -264,6 +265,14 @@ def test_what_does_not_fit_a_program_is_named(backend, monkeypatch):
 def test_arguments_that_no_sandbox_takes(limits_alone, files, limits, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         sandbox.run(["true"], files=files, **limits)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ({"stdin": 5}, "stdin is text or bytes, got int"), ({"files": {"a": 5}}, "the file 'a' is text or bytes, got int"),
+    ({"files": {Path("a"): ""}}, "the name of a file is a text, got PosixPath('a')"), ({"files": ["a"]}, "got list")])
+def test_arguments_of_other_types_are_named(limits_alone, arguments, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        sandbox.run(["true"], **arguments)
 
 
 def test_a_place_for_the_trial_is_asked_for_by_name(request, monkeypatch, tmp_path):
@@ -546,6 +555,34 @@ def test_a_round_asks_for_the_calls_of_many_asserts(limits_alone):
     checks = ("import random\ndef check(candidate):\n    for _ in range(100):\n        n = random.randint(0, 10**9)\n"
               "        assert candidate(n, 1) == n + 1\n")
     assert grade(ADD, checks, "add").passed == [True] and grade(ADD.replace("b", "1", 1), checks, "add").passed == [False]
+
+
+def test_a_test_that_passed_stays_passed_when_another_hangs_later(limits_alone):
+    limits_alone(cpu_seconds=1.0)
+    hangs = "assert [0 for _ in range(add(add(1, 2), 1)) if [0 for _ in range(10**12)]]"
+    found = grade(ADD, [hangs, "assert add(1, 2) == 3"])
+    assert found.passed == [False, True] and found.limit == "cpu_seconds"
+
+
+def test_exceptions_of_a_program_are_those_that_its_tests_expect(limits_alone):
+    """Of every built-in class, also of those that are not made without arguments."""
+    program = ("def f(kind):\n    if kind == 'group': raise ExceptionGroup('x', [ValueError()])\n"
+               "    b'\\xff'.decode() if kind == 'decode' else '\\ud800'.encode() if kind == 'encode' else next(iter([]))\n")
+    helper = ("def raises(f, kind, error):\n    try:\n        f(kind)\n    except error as e:\n        return type(e).__name__\n")
+    tests = [f"assert raises(f, {kind!r}, {error}) == {name!r}" for kind, error, name in (
+        ("decode", "ValueError", "UnicodeDecodeError"), ("encode", "UnicodeEncodeError", "UnicodeEncodeError"),
+        ("group", "Exception", "ExceptionGroup"), ("next", "StopIteration", "StopIteration"))]
+    assert grade(program, "\n".join([helper, *tests])).passed == [True] * 4
+
+
+@pytest.mark.parametrize("source, free", [
+    ("def refuses(f):\n    return not f()\nassert refuses(f)", {"f"}), ("assert [f for f in range(3)] and f(1)", {"f"}),
+    ("from math import sqrt as f\ndef g(x: T = y):\n    return f(x) + h(x)\nassert g(1)", {"T", "y", "h"}),
+    ("class A:\n    f = 1\n    def m(self): return f(self)\nassert A().m()", {"f"}), ("f = 2\nassert (lambda f, *g: f)(f, g)", {"g"}),
+    ("def g():\n    global h\n    h = 1\nassert g() or h", set()), ("assert (n := f(1)) and n == 2\nassert n(3)", {"f", "n"}),
+    ("assert all((k := n) for n in f(1)) and k", {"f"}), ("try: pass\nexcept OSError as e: e\nassert f(e)", {"f"})])
+def test_what_tests_use_of_the_program_is_found_by_scopes(source, free):
+    assert grading._free_names(parse(source)) == free
 
 
 def test_values_are_compared_as_data():

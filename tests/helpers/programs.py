@@ -97,6 +97,11 @@ def sides(task):
     return [title, late["choices"][0]["message"]["content"]]
 
 
+def rejected(task):
+    """An untrained call whose messages the test's template rejects."""
+    ask([{"role": "system", "content": "Title?"}, user("go")], headers={"X-Jaxrl-Train": "false"})
+
+
 def pictures(task):
     """Shows the image of the row's column `shown`, goes on with another, and tries what may not be shown."""
     def part(url):
@@ -157,7 +162,7 @@ def ends(task):
 
 def main():
     task = json.load(sys.stdin)
-    kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once, pictures)}
+    kinds = {f.__name__: f for f in (conversation, tools, streamed, refused, sides, ends, once, pictures, rejected)}
     found = kinds.get(task["row"].get("kind"), once)(task)
     if found is not None:
         print(json.dumps({"said": found, "argv": sys.argv[1:], "folder": os.listdir("."), "seed": task["seed"]}))

@@ -85,6 +85,23 @@ async def asleep(task, chat):
     await asyncio.sleep(10**6)
 
 
+async def insists(task, chat, late=False):
+    """Two turns of malformed calls, each rewarded, and then more of them than there may be."""
+    message = task.prompt
+    for seen in range(1, 9):
+        turn = await chat.send(message)
+        if seen <= 2:
+            chat.reward(1.0)
+            chat.note(seen=seen)
+        message = await turn.run() or NEWS
+        if late and seen == 2:
+            time.monotonic = lambda now=time.monotonic: now() + 1000  # on the worker's clock
+
+
+async def dawdles(task, chat):
+    await insists(task, chat, late=True)
+
+
 async def broken(task, chat):
     await chat.send(task.prompt)
     raise OSError("the disk is gone")

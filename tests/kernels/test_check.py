@@ -112,6 +112,23 @@ def test_verdicts_are_kept_by_what_they_depend_on(kernel, tmp_path, monkeypatch)
             check.first_use(jnp.float32, HEADS, memory=memory)
 
 
+@pytest.mark.parametrize("state, again", [("failed", True), ("wrong", False), ("right", False), ("refused", False)])
+def test_a_kernel_that_failed_is_looked_at_again(kernel, tmp_path, monkeypatch, state, again):
+    """Memory that was short once says nothing of the kernel; what was compared, or refused, is known."""
+    kernel(unshared)
+    looked, memory = [], tmp_path / "kernels.json"
+
+    def look(name, *_):
+        looked.append(name)
+        return check.Verdict("attention in rows", name, state, text="RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(check, "packed_attention", look)
+    monkeypatch.setattr(check, "cached_attention", lambda name, *_: check.Verdict("attention to a cache", name, "right"))
+    found = [check.first_use(jnp.float32, HEADS, memory=memory) for _ in range(2)]
+    assert found == [{"made": f"attention in rows {state}: RESOURCE_EXHAUSTED"} if state in ("failed", "wrong") else {}] * 2
+    assert looked == ["made"] * (1 + again)
+
+
 @pytest.mark.full
 def test_a_run_passes_over_what_any_process_found_broken(kernel, tmp_path, monkeypatch, caplog):
     kernel(packed.reference.attention)

@@ -1,6 +1,7 @@
 """Models with recurrent layers: transformers' logits in every layout of rows, packed folders in and out, nested ones."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -325,6 +326,25 @@ def test_the_text_part_of_a_nested_folder(nested, tmp_path, caplog):
     one, two = (json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "out"))
     assert two["architectures"] == one["architectures"] and one["vision_config"] == two["vision_config"]
     assert {k: two["text_config"][k] for k in SIZES} == {k: one["text_config"][k] for k in SIZES}
+
+
+def test_an_export_whose_source_is_gone_keeps_its_names(tmp_path, caplog):
+    """The `mtp` tensors are lost; the others have the source's names, which are those that transformers and vLLM look for."""
+    given = {"model_type": "nemotron_h", **SIZES, **HYBRIDS["nemotron_h_dense"][1], "hybrid_override_pattern": "M-*"}
+    config, source = hf.load_config("", overrides=given), tmp_path / "source"
+    model = build(config, compute_dtype=jnp.float32, scan_layers=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    hf.export(model, params, tmp_path / "made", config)
+    names = tensorfile.list_folder(tmp_path / "made")
+    shutil.copytree(tmp_path / "made", source)
+    planned = [tensorfile.Planned(t.name, tensorfile.DTYPES[t.dtype], t.shape, t.read) for t in names.values()]
+    more = tensorfile.Planned("mtp.fc.weight", np.dtype(np.float32), (3,), lambda: np.arange(3, dtype=np.float32))
+    tensorfile.write_folder(source, [*planned, more], 1e9)
+    config = hf.load_config(str(source))
+    shutil.rmtree(source)
+    hf.export(model, params, tmp_path / "out", config)
+    assert "source, the source of the exported model, cannot be read" in caplog.text
+    assert "backbone.embeddings.weight" in names and tensorfile.list_folder(tmp_path / "out").keys() == names.keys()
 
 
 @pytest.mark.parametrize("change, message", [

@@ -441,6 +441,21 @@ def test_a_single_file_is_read_before_the_shards_as_transformers_does(tmp_path, 
     assert list_folder(tmp_path)["a"].read().tolist() == [1, 1]
 
 
+def test_tensors_of_any_shape_and_order_are_written_as_they_are(tmp_path):
+    """A scalar, as CLIP's logit_scale, stays one; transposed ones are written in C order; empty ones have no bytes."""
+    from safetensors.numpy import load_file
+
+    from jaxrl.models.io.tensorfile import Planned, list_folder, write_folder
+    arrays = {"scalar": np.array(1.5, np.float32), "turned": np.arange(6, dtype=np.float32).reshape(2, 3).T, "none": np.zeros((0, 3), np.float32)}
+    write_folder(tmp_path, [Planned(name, a.dtype, a.shape, lambda a=a: a) for name, a in arrays.items()], 1e9)
+    write_folder(tmp_path, [Planned(t.name, np.dtype(np.float32), t.shape, lambda a=np.array(t.read()): a)
+                            for t in list_folder(tmp_path).values()], 1e9)
+    for found in (load_file(tmp_path / "model.safetensors"), {name: t.read() for name, t in list_folder(tmp_path).items()}):
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert found[name].shape == array.shape and np.array_equal(found[name], array)
+
+
 ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

@@ -297,6 +297,10 @@ def test_a_folder_that_means_something_else_is_refused(path, folder, tmp_path, e
 
 
 def test_a_folder_without_its_files_or_of_another_model_is_refused(path, folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"^lora.path='nobody/nothing' \(revision main\) is no folder and cannot be fetched"):
+        cases.our_model(path, cases.options(path="nobody/nothing"))
+    with pytest.raises(ConfigError, match="^lora.path='./nothing': no such folder"):
+        cases.our_model(path, cases.options(path="./nothing"))
     with pytest.raises(ConfigError, match="no adapter_config.json"):
         cases.our_model(path, cases.options(path=str(tmp_path)))
     (tmp_path / peft.CONFIG).write_bytes((folder / peft.CONFIG).read_bytes())
@@ -326,6 +330,29 @@ def test_another_layout_of_the_file_is_kept(path, folder, tmp_path):
     peft.write(tmp_path / "out", model, adapters.joined(base, peft.read(tmp_path, model)[1]), given, "")
     assert (tmp_path / "out" / peft.WEIGHTS).read_bytes() == (tmp_path / peft.WEIGHTS).read_bytes()
     assert flatten_dict(hf.load_params(model.base, path), sep="/").keys() == flatten_dict(base, sep="/").keys()
+
+
+def test_an_adapter_whose_folder_changed_meanwhile_is_written_with_its_own_ranks(path, tmp_path, caplog):
+    """lora.path alone says nothing of ranks: the modules, ranks, scales and whole modules are the adapter's, here and for PEFT."""
+    first = cases.options(targets=("q_proj", "down_proj"), exclude=("layers.0.mlp.down_proj",), rank_pattern=("q_proj=3",), dora=True,
+                          alpha_pattern=("down_proj=6",), modules_to_save=("lm_head", "layers.1.input_layernorm"))
+    model, base = cases.our_model(path, first, scan=False)
+    params = adapters.joined(base, initialization.initial(model, jax.random.key(0), base, "gaussian"))
+    peft.write(tmp_path / "start", model, params, first, path)
+    given = cases.options(path=str(tmp_path / "start"), rank=0, alpha=None)
+    model, _ = cases.our_model(path, given, scan=False)
+    config = tmp_path / "start" / peft.CONFIG
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    peft.write(tmp_path / "ours", model, params, given, path)
+    assert "is no longer the one that was read" in caplog.text
+    adapter, leaves = peft.read(tmp_path / "ours", model)
+    assert adapter == model.adapter and {t.rank for t in adapter.targets} == {3, 4} and len(adapter.saved) == 2
+    written, before = (load_file(tmp_path / name / peft.WEIGHTS) for name in ("ours", "start"))
+    assert written.keys() == before.keys() and all(np.array_equal(written[n], before[n]) for n in before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = theirs.PeftModel.from_pretrained(cases.torch_model(path), tmp_path / "ours")
+    assert {t.name: (t.rank, t.scale) for t in adapter.targets} == cases.chosen(other) and set(adapter.saved) == cases.saved(other)
 
 
 @pytest.mark.full

@@ -354,6 +354,18 @@ def test_square_experts_are_read_as_they_lie(tmp_path, share, transposed):
     assert content(tmp_path / "out") == content(tmp_path)
 
 
+@pytest.mark.parametrize("kind, tower", [("qwen3_vl", 0.5), ("gemma3", 0.2)])
+def test_a_random_tower_has_its_own_spread(kind, tower):
+    """initializer_range of vision_config where the tower's kind has it, as in transformers; SigLIP's has none, and takes the decoder's."""
+    given = cases.config(kind=kind, vision={"initializer_range": tower} if kind == "qwen3_vl" else {})
+    model = build(hf.load_config("", overrides=given, images=True), compute_dtype=jnp.float32, scan_layers=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    drawn = [e for e in model.entries if e.row.init == "normal"]
+    for own, std in ((True, tower), (False, 0.2)):
+        values = np.concatenate([np.asarray(e.of(params)).ravel() for e in drawn if (e.path[0] == "vision") == own])
+        assert values.size > 1000 and abs(values.std() / std - 1) < 0.05
+
+
 @pytest.mark.full
 @first_cases(2, "kind", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_vl", "qwen2_vl"], full=0)
 def test_transformers_opens_an_export_of_a_random_model(tmp_path, kind):

@@ -316,10 +316,11 @@ def test_a_colocated_server_is_planned_for_and_the_nearest_that_fits_is_named():
     assert "raise rollout.vllm.memory_fraction or tensor_parallel" in plan.too_small(small) and plan.counted_peak(small, {}) == float("inf")
 
 
-def test_of_a_job_with_adapters_the_full_training_is_planned():
-    c = tiny(plan__target="h100:1", lora__rank=4, lora__alpha=8.0, lora__dropout=0.1)
+@pytest.mark.parametrize("lora", [dict(lora__rank=4, lora__alpha=8.0, lora__dropout=0.1), dict(lora__path="an/adapter")])
+def test_of_a_job_with_adapters_the_full_training_is_planned(lora):
+    c = tiny(plan__target="h100:1", **lora)
     case = cases.open_case(c)
-    assert case.adapters and not case.config.lora.rank and c.lora.rank == 4
+    assert case.adapters and not case.config.lora.rank and not case.config.lora.path and (c.lora.rank == 4 or c.lora.path)
     full = cases.open_case(tiny(plan__target="h100:1"))
     assert not full.adapters and plan.counted_peak(case, {}) == plan.counted_peak(full, {})
     loaded = cases.open_case(tiny(plan__target="h100:1", lora__path="an/adapter"))

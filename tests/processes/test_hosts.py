@@ -99,6 +99,9 @@ def test_node_lists_of_slurm():
     assert expand_nodes("node1") == ["node1"] and expand_nodes("") == []
     assert expand_nodes("gpu[001-003,007],login") == ["gpu001", "gpu002", "gpu003", "gpu007", "login"]
     assert expand_nodes("a[8-11]x,b2") == ["a8x", "a9x", "a10x", "a11x", "b2"]
+    for wrong in ("a[1,7-3]", "a[1-]", "a[x-2]", "a[1,]"):
+        with pytest.raises(ConfigError, match="no number and no rising range; correct it, or set launch.hosts=none"):
+            expand_nodes(wrong)
 
 
 def test_the_jobset_gives_what_a_process_reads():
@@ -247,6 +250,12 @@ def test_results_survive_the_journey():
                 x, y = getattr(a, column), getattr(b, column)
                 assert (x is None and y is None) or (x.dtype == y.dtype and np.array_equal(x, y))
     assert results_from_bytes(results_to_bytes([], [1])) == ([], [1])
+
+
+def test_arrays_of_any_shape_survive_the_journey():
+    sent = {"scalar": np.array(1.5), "turned": np.arange(6).reshape(2, 3).T, "none": np.zeros((0, 2))}
+    _, back = exchange.decode(exchange.encode({}, sent))
+    assert all(back[name].shape == a.shape and np.array_equal(back[name], a) for name, a in sent.items())
 
 
 def test_every_group_has_one_owner_and_slots_are_shared():

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 
 import jax
 import numpy as np
@@ -106,6 +107,14 @@ def test_weights_that_do_not_fit_are_refused_from_their_headers(refused, tmp_pat
     save_file({"model.norm.weight": np.ones(31, np.float32)}, tmp_path / "model/model.safetensors")
     said = refused(f"model.path={tmp_path / 'model'}", "model.init=pretrained", "model.config={}")
     assert f"{tmp_path / 'model'}: the checkpoint lacks 25 tensors: model.embed_tokens.weight" in said
+
+
+@pytest.mark.parametrize("option, more", [("reference.path", "algorithm.kl.coef=0.1"), ("critic.path", "algorithm.preset=ppo"),
+                                          ("reward.model.path", "reward.trial=false"), ("lora.path", "reward.trial=false")])
+def test_a_hub_id_that_cannot_be_fetched_is_named_by_its_option(refused, option, more):
+    said = refused(f"{option}=nobody/nothing", more)
+    assert f"{option}='nobody/nothing' (revision main) is no folder and cannot be fetched from the hub" in said
+    assert not re.search(r"(?<!reward\.)model\.path=", said)
 
 
 def test_a_reward_that_fails_on_the_first_rows_is_told_before_the_model_is_loaded(refused, tmp_path):

@@ -90,6 +90,20 @@ def test_every_job_calls_every_hook_and_resumes_with_none_twice(kind, tmp_path):
     assert again.calls == [("end", 3, True)]
 
 
+def test_the_evaluation_after_a_callbacks_stop_is_a_line_like_any_other(tmp_path):
+    """Functions see it, on_end has it as the last line, and a second stop there does not replace the reason."""
+    c, seen, at_end = job("reward_model", tmp_path), [], []
+    c.eval.before, c.eval.after, c.checkpoint.every_steps, c.checkpoint.at_end = False, True, 0, False
+
+    def watch(step):
+        seen.append((step.number, "loss" in step.metrics, "eval/accuracy" in step.metrics))
+        step.stop(f"line {len(seen)}")
+
+    summary = jaxrl.train(c, callbacks=[watch, SimpleNamespace(on_end=lambda step, summary: at_end.append(step.metrics))])
+    assert seen == [(1, True, False), (1, False, True)] and summary["ended_by"] == "line 1"
+    assert at_end[0]["eval/accuracy"] == summary["eval_after"]["accuracy"]
+
+
 @pytest.mark.slow
 def test_a_failing_hook_ends_the_run_with_the_step_saved(tmp_path):
     class Careless:

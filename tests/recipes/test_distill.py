@@ -1,8 +1,10 @@
 """Distillation's pieces: rows, batches, what the loss reads, files of a teacher, vocabularies, and which configs make sense."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import models, training
 from jaxrl.config.load import default_config, put
 from jaxrl.config.registry import sequences
-from jaxrl.errors import ConfigError
-from jaxrl.recipes.distill import MixedRows, join_batches
+from jaxrl.errors import ConfigError, RunStopped
+from jaxrl.recipes.distill import MixedRows, join_batches, lay_out, step_metrics
 from jaxrl.resolve.checks import common as config_checks
 from jaxrl.roles import teacher_files, teachers
-from jaxrl.rollout.vllm.scoring import parse_scores
+from jaxrl.rollout.vllm.scoring import PromptScorer, parse_scores
 from jaxrl.training import Distillation
 from jaxrl.training.layout import RowShapes
 from jaxrl.training.update import loss_and_metrics
@@ -85,6 +87,23 @@ def test_a_batch_of_both_kinds_keeps_every_sequence():
                 np.testing.assert_array_equal(getattr(whole, name)[mine], getattr(part, name)[theirs])
     scored = join_batches([a, b], on_prompt=True)
     assert scored.total().tolist() == (both.lengths - 1).tolist() and not scored.loss_mask[scored.offsets[:-1]].any()
+
+
+@pytest.mark.parametrize("on_prompt", [False, True])
+def test_prompts_in_the_loss_are_neither_shared_nor_counted_as_shared(on_prompt):
+    """Scoring has the update's layout where its rows have the same shapes, also those of another object."""
+    c = config(distill__on_prompt=on_prompt, algorithm__num_minibatches=1, algorithm__ppo_epochs=1)
+    traj, _ = batch_of_groups(groups=2, size=3)
+    shapes = RowShapes((64,), ((8,),))
+    layout, of_scoring = lay_out(c, SimpleNamespace(row_shapes=shapes, score_shapes=dataclasses.replace(shapes)), traj, 0)
+    assert of_scoring is layout
+    blocks = [block for m in layout.minibatches[0].microbatches for row in m.rows for block in row]
+    assert len(blocks) == (6 if on_prompt else 2)
+    counted = []
+    operations = SimpleNamespace(update=lambda traj, shared: float(counted.append(shared) or 1))
+    parts = SimpleNamespace(s=SimpleNamespace(spec=c), speed=SimpleNamespace(operations=operations))
+    step_metrics(parts, None, traj, layout, {}, None)
+    assert counted == [not on_prompt]
 
 
 # ---- what the loss reads
@@ -242,6 +261,19 @@ def test_a_server_s_reply_is_read_by_token_and_rank():
     assert found.logprobs.tolist() == [[0, 0], [-0.5, -1.0]]
     with pytest.raises(ValueError, match="2 log-probs for 3 tokens"):
         parse_scores([4, 3, 1], said, 2)
+
+
+@pytest.mark.parametrize("reply", [{"choices": [{"prompt_logprobs": None}]}, {"choices": [{"prompt_logprobs": [None, 3]}]}, [], {}])
+def test_a_server_whose_replies_cannot_be_read_stops_the_run(monkeypatch, reply):
+    def answer(request):
+        known = {"data": [{"id": "m", "max_model_len": 9}]}
+        return httpx.Response(200, json=known if request.url.path == "/v1/models" else reply)
+
+    monkeypatch.setattr(httpx, "Client", functools.partial(httpx.Client, transport=httpx.MockTransport(answer)))
+    scorer = PromptScorer(("http://teacher",), 9.0, 8)
+    with pytest.raises(RunStopped, match="'http://teacher' failed 4 times"):
+        scorer.score([[4, 3]], 2)
+    scorer.close()
 
 
 # ---- configs

@@ -92,6 +92,17 @@ def test_a_disk_that_refuses_large_files_ends_the_run_with_status_1(tmp_path, ca
     assert "all state is saved" not in said.out + said.err and told(tmp_path)["finished"] is False
 
 
+def test_what_is_due_between_two_lines_is_done_and_a_stop_logs_the_steps_since_the_last_line(tmp_path):
+    """log.every_steps is longer than the run: a save every third step, an export every second, and a stop in the fifth."""
+    c = config(tmp_path, train__steps=9, log__every_steps=50, checkpoint__every_steps=3, checkpoint__keep=-1,
+               checkpoint__export_every_steps=2, faults__plan=("update.term@step=5",))
+    jaxrl.train(c)
+    assert checkpoints(tmp_path) == ["00000003", "00000005"]
+    assert {p.name for p in (tmp_path / "run").glob("export_*")} == {"export_00000002", "export_00000004"}
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [2, 3, 4, 5]
+    assert told(tmp_path)["steps"] == 5 and not told(tmp_path)["finished"]
+
+
 @pytest.mark.full
 def test_a_refused_save_is_tried_again_before_its_next_turn(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl.run.session.SAVE_AGAIN_SECONDS", 0.0)

@@ -44,9 +44,10 @@ from jaxrl.roles.role import NothingFinite, check_finite
 from jaxrl.rollout import Engine, EngineContext, Key, Request, Result, make_engine
 from jaxrl.rollout.shapes import from_config
 from jaxrl.run import setup
-from jaxrl.run.session import Progress, Session, triggers
+from jaxrl.run.session import Progress, Session
 from jaxrl.sharding.mesh import AXES
 from jaxrl.telemetry import Telemetry
+from jaxrl.telemetry.timing import triggers
 from jaxrl.training.optimizer import make_schedule
 from jaxrl.training.update import loss_and_metrics
 from jaxrl.types import Sizes

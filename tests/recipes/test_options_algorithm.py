@@ -255,6 +255,9 @@ def test_what_an_advantage_function_may_return():
         spread_over_tokens("mine:f", [1.0, 2.0, 3.0], traj)
     with pytest.raises(ConfigError, match="not finite"):
         spread_over_tokens("mine:f", [1.0, np.inf], traj)
+    for wrong, kind in (({"advantage": [1.0, 2.0]}, "a dict"), ([[1.0], [1.0, 2.0]], "a list"), ("high", "a str")):
+        with pytest.raises(ConfigError, match=f"algorithm.advantage='mine:f' returned {kind} that is no array of numbers: "):
+            spread_over_tokens("mine:f", wrong, traj)
 
 
 # -- a step's batch ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jaxrl
 from jaxrl.config.load import put
 from jaxrl.data import DataError, load_eval_sets, load_tokenizer, load_train
 from jaxrl.errors import ConfigError
-from jaxrl.recipes.reward_model import make_batch
+from jaxrl.recipes.reward_model import Scorer, make_batch
 from jaxrl.resolve.checks import common
 
 ROWS = [json.loads(line) for line in (Path(jaxrl.__file__).parent / "data/embedded/arith/sft.jsonl").read_text().splitlines()[:48]]
@@ -74,6 +74,22 @@ def test_pairs_are_learnt_and_told(trained):
     rows = [json.loads(line) for line in (folder / "run/eval/step_00000010_test.jsonl").read_text().splitlines()]
     margins = [row["scores"][0] - row["scores"][1] for row in rows]
     assert len(rows) == 12 and np.mean(margins) == pytest.approx(summary["eval_after"]["sets"]["test"]["margin"], abs=1e-5)
+
+
+def test_an_error_while_a_batch_is_scored_costs_no_step(tmp_path, monkeypatch):
+    """Nothing has changed by then: the steps before are saved."""
+    score, calls = Scorer.score, []
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("planned")
+        return score(self, *arguments)
+
+    monkeypatch.setattr(Scorer, "score", fails)
+    with pytest.raises(RuntimeError, match="planned"):
+        jaxrl.train(config(tmp_path, pairs(), checkpoint__every_steps=0, data__prompts_per_step=2))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("*")] == ["00000001"]
 
 
 @pytest.mark.slow

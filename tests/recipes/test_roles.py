@@ -52,7 +52,8 @@ def test_roles_on_devices_of_their_own_change_nothing(tmp_path):
 def test_devices_are_all_or_ranges():
     assert indices("all", 3) == [0, 1, 2] and indices("0-2,5", 6) == [0, 1, 2, 5] and indices("1", 2) == [1]
     for text, why in (("4-7", "names device 7, but a process has 4, from 0 to 3"), ("a", "is neither"), ("-1", "is neither"),
-                      ("1,1", "names a device twice"), ("3-1", "is empty")):
+                      ("1,1", "names a device twice"), ("0,3-1", 'ends before it begins, "3-1"; write "1-3"'), ("1-", "is neither"),
+                      ("", "is neither"), ("0-99999999999999", "names device 99999999999999")):
         with pytest.raises(ValueError, match=why):
             indices(text, 4)
 

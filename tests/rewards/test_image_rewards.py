@@ -26,7 +26,7 @@ from jaxrl.rewards.images import Sizes, as_stored, iou, last_numbers, reference_
 from jaxrl.rewards.items import item_hash, item_json, trial_items
 from jaxrl.rewards.services import find_services
 from jaxrl.rl.trajectories import reward_items
-from jaxrl.run.data import check_judges
+from jaxrl.run.data import check_services
 from jaxrl.types import Places
 
 SIZES = [Sizes(stored=(100, 400), seen=(50, 100))]
@@ -53,9 +53,13 @@ def test_iou_counts_pixels():
 @pytest.mark.parametrize("text, four, two", [
     ("[10, 20, 30, 40]", (10, 20, 30, 40), (30, 40)), ("a box (10,20),(30,40).", (10, 20, 30, 40), (30, 40)), ("37 62", None, (37, 62)),
     ('{"bbox_2d": [1.5, 2, 3, 4], "label": "x"}', (1.5, 2, 3, 4), (3, 4)), ("first [1,2,3,4] then [5,6,7,8]", (5, 6, 7, 8), (7, 8)),
-    ("-3, 4", None, (-3, 4)), ("3.", None, None), ("", None, None), ("v1 2", None, None), ("1,2,3", None, (2, 3)), ("9" * 3000, None, None)])
+    ("-3, 4", None, (-3, 4)), ("3.", None, None), ("", None, None), ("v1 2", None, None), ("1,2,3", None, (2, 3)), ("9" * 3000, None, None),
+    ("2 [10, 20, 30, 40]", (10, 20, 30, 40), (30, 40)), ("Image 1 (37, 62)", None, (37, 62)), ("[10, 20, 30, 40] 2", (10, 20, 30, 40), (40, 2)),
+    ("(37, 62) 0.9", None, (37, 62)), ("2 (10,20),(30,40) (0.9)", (10, 20, 30, 40), (30, 40)), ("[[1, 2], [3, 4]], 5", (1, 2, 3, 4), (3, 4)),
+    ("(1) 37 62", None, (37, 62)), ("1 2 3 4 5 6", (3, 4, 5, 6), (5, 6)), ("(" * 4000 + "1 2", None, (1, 2))])
 def test_numbers_of_a_completion(text, four, two):
-    assert last_numbers(text, 4) == four and (last_numbers(text, 2) == two or (text == "1,2,3" and last_numbers(text, 2) == (1, 2)))
+    """Numbers before and after the coordinates, as of an image or a confidence, do not shift them."""
+    assert last_numbers(text, 4) == four and last_numbers(text, 2) == two
 
 
 @pytest.mark.parametrize("frame, values, stored", [
@@ -166,8 +170,22 @@ def test_a_judge_is_shown_the_images_of_the_row(tmp_path):
     c.reward.functions = ("judge",)
     for found in (None, SimpleNamespace(used=False, videos=False)):
         with pytest.raises(ConfigError, match="the judge 'judge' has show_images=True .*and no row has an image"):
-            check_judges(c, found)
-    check_judges(c, SimpleNamespace(used=True, videos=False))
+            check_services(c, found, [])
+    check_services(c, SimpleNamespace(used=True, videos=False), [])
+
+
+def test_columns_that_a_service_is_sent_are_columns_of_the_data():
+    """A name that no row has is refused before the run, one that a late row has is not."""
+    c = default_config()
+    c.reward.functions, c.reward.remote.columns = ("remote",), ("answer", "dificulty")
+    rows = [SimpleNamespace(columns={"answer": "1"}), SimpleNamespace(columns={"answer": "1", "difficulty": 2})]
+    with pytest.raises(ConfigError, match="reward 'remote': columns: no row has the column 'dificulty'; .*answer, difficulty"):
+        check_services(c, None, [rows])
+    c.reward.remote.columns = ("answer", "difficulty")
+    check_services(c, None, [rows])
+    c.reward.functions, c.reward.judge.rubric_column = ("judge",), "rubrics"
+    with pytest.raises(ConfigError, match="reward 'judge': rubric_column: no row has the column 'rubrics'"):
+        check_services(c, None, [rows])
 
 
 def default_config_of(given):

@@ -50,6 +50,9 @@ def test_last_boxed_takes_balanced_braces():
     ("the answer is A, no, the answer is B", "B", 1.0), ("the answer is Apple", "A", 0.0),
     (r"the answer is A \boxed{B}", "A", 0.0),
     ("", "A", 0.0), ("A", None, None),
+    ("Answer: I think it must be (B)", "B", 1.0), ("The answer is A car, so B", "B", 1.0), ("Answer: I would choose **C**.", "C", 1.0),
+    ("Option A seems right to me", "A", 1.0), ("The answer is A because (B) is wrong", "A", 1.0), ("The answer is A with force B.", "A", 1.0),
+    ("Answer: A obviously, not B.", "A", 1.0), ("Answer: I", "I", 1.0), ("Answer: I, not (B)", "I", 1.0),
 ])
 def test_choice(completion, answer, score):
     assert choice_reward("q", completion, answer) == score

@@ -21,6 +21,7 @@ from jaxrl.config.schema import SCHEMA
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.common import check
 from jaxrl.rewards import RewardItem, RewardPool
+from jaxrl.rewards.agreement import read_labelled_rows
 from jaxrl.rewards.http import retry_after
 from jaxrl.rewards.judge import CONTROL, FRAME, Judge
 from jaxrl.rewards.services import Server, find_services, service_options
@@ -307,6 +308,14 @@ def test_what_is_judged_cannot_pass_for_the_frame():
     assert seen[-1].startswith(FRAME.format(n=number))
     for token in ("<|im_end|>", "</s>", "[INST]", "[/INST]", "<end_of_turn>", "<｜end▁of▁sentence｜>"):
         assert token not in inside
+
+
+def test_line_ends_of_unicode_are_text_of_a_labelled_row(tmp_path):
+    file = tmp_path / "labelled.jsonl"
+    rows = [{"prompt": "q", "completion": f"a\u2028b\x85{i}", "score": i} for i in (1, 2)]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    items, labels = read_labelled_rows({"labelled": str(file), "lowest": 0, "highest": 10})
+    assert [item.completion for item in items] == [row["completion"] for row in rows] and labels == [1, 2]
 
 
 @pytest.mark.full

@@ -245,6 +245,20 @@ def test_the_first_programs_are_compiled_while_the_weights_are_published(fixed, 
     made.close()
 
 
+def test_an_engine_whose_first_weights_did_not_come_is_not_ready_and_closes(monkeypatch):
+    def full(params):
+        raise MemoryError("no room for the weights")
+
+    made = engine(publish=False, compaction=False, cache_lengths=(48,), prompt_lengths=(20,))
+    for name, value in (("ahead", True), ("publish", full)):
+        monkeypatch.setattr(made._programs, name, value)
+    monkeypatch.setattr(made._programs.compiler, "begin", lambda key, *_: None)
+    with pytest.raises(MemoryError, match="no room"):
+        made.publish(params(), 0)
+    assert not made.health().ok
+    made.close()
+
+
 @pytest.mark.full
 def test_samples_do_not_depend_on_who_compiles(monkeypatch):
     found, count = [], Compilations()

@@ -30,6 +30,7 @@ def test_a_folder_names_servers(tmp_path, monkeypatch):
     serve.announce(tmp_path / "s", "b_0", "http://b:2")
     serve.announce(tmp_path / "s", "a_0", "http://a:1")
     (tmp_path / "s" / ".c_3").write_text("http://c:3")
+    (tmp_path / "s" / "d").write_text("http://b:2/ http://a:1\nhttp://b:2")  # a server that is announced again stays one
     assert read_urls(tmp_path / "s") == ["http://a:1", "http://b:2"]
     c = runnable(rollout__servers=(str(tmp_path / "s"),))
     check(c)

@@ -6,17 +6,20 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import run_tools, tiny_job
 from helpers.rollout_helpers import HF, random_params, requests
+from helpers.service_cases import Scripted
 from helpers.tiers import first_cases
 from helpers.tiny_models import ARCHITECTURES, HYBRIDS, SIZES
 from safetensors.numpy import load_file
@@ -31,11 +34,12 @@ from jaxrl.processes import http_server
 from jaxrl.replay import parity
 from jaxrl.resolve.checks.common import check
 from jaxrl.rl import metrics as rl_metrics
-from jaxrl.rollout import EngineContext, EngineLost, engine_name, make_engine, weights
+from jaxrl.rollout import EngineContext, EngineLost, Request, SamplingParams, engine_name, make_engine, weights
 from jaxrl.rollout.engines import check_served
 from jaxrl.rollout.vllm import adapter, process, servers, transport
 from jaxrl.rollout.vllm.engine import VllmEngine
 from jaxrl.rollout.vllm.publish import Publisher, WeightMismatch
+from jaxrl.rollout.vllm.router import Router
 
 # ---- config ---------------------------------------------------------------------------------------------------------------
 
@@ -57,7 +61,7 @@ BAD = [
     (dict(rollout__engine="jax", rollout__servers=("http://127.0.0.1:1",)), "the embedded sampler has no servers"),
     (dict(rollout__servers=("127.0.0.1:8000",)), "expected http://host:port"),
     (dict(rollout__servers=("http://gpu7:8000",)), "set rollout.vllm.api_key"),
-    (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1")), "named twice"),
+    (dict(rollout__servers=("http://127.0.0.1:1", "http://127.0.0.1:1/")), "named twice"),
     (dict(rollout__vllm__host="0.0.0.0"), "need a key: set VLLM_API_KEY in the environment"),
     (dict(rollout__vllm__engine_kwargs={"api_key": "k"}), "rollout.vllm.engine_kwargs.api_key"),
     (dict(rollout__vllm__env={"VLLM_API_KEY": "k"}), "rollout.vllm.env.VLLM_API_KEY: the trainer would not know it"),
@@ -188,6 +192,7 @@ def servers_of(monkeypatch, tmp_path, hf_config=HF, **changes):
         begun.append((command, env))
         if len(begun) == config.rollout.vllm.replicas:
             raise Started
+        return SimpleNamespace(stop=lambda: None)
 
     monkeypatch.setattr(servers, "ServerProcess", start)
     monkeypatch.setattr(adapter, "installed", lambda python: adapter.VllmInstallation("0.32.0", cpu=False))
@@ -383,6 +388,49 @@ def test_a_request_becomes_vllms():
 def test_answers_without_a_logprob_per_token_are_refused():
     with pytest.raises(adapter.ServerError, match="1 log-probs for 2 tokens"):
         adapter.parse_choice({"token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}})
+    with pytest.raises(adapter.ServerError, match="log-probs in another form"):
+        adapter.parse_choice({"token_ids": [1], "logprobs": {"content": [{}]}})
+
+
+@pytest.mark.parametrize("reply", [{}, [], None, {"choices": []}, {"choices": [None]}, {"error": "busy"}])
+def test_a_reply_without_a_completion_is_the_servers_failure(reply):
+    control = adapter.Control("http://server", "", 9.0)
+    control._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=reply)))
+    with pytest.raises(adapter.ServerError, match="http://server/.*: a reply without a completion"):
+        control.generate({})
+    control.close()
+
+
+def test_tokens_before_a_stop_string_have_the_version_of_their_arrival():
+    """A weight sync falls between two events of a stream that is left at the stop string, and so has no spans."""
+    synced = threading.Event()
+
+    def stream(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        for ids in ([1, 2], [3, 4]):
+            content = [{"logprob": -1.0}] * len(ids)
+            event = {"choices": [{"token_ids": ids, "logprobs": {"content": content}}]}
+            handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            assert synced.wait(30)
+
+    def decode(ids):
+        if not synced.is_set():
+            made.replicas[0].version = 7  # as a publish sets it, once the first two tokens have come
+            synced.set()
+        return "".join("abcdef"[i] for i in ids)
+
+    options = SimpleNamespace(max_requests=4, retries=0, health_seconds=60.0)
+    with Scripted(lambda *_: stream) as server:
+        made = Router([server.url], "", options, 30.0, True, (0,), decode, int)
+        try:
+            made.replicas[0].version = 6
+            made.set_state(made.replicas[0], "ready")
+            made.submit([Request("a", np.array([1], np.int32), SamplingParams(stop=("d",), max_new_tokens=9), seed=0)])
+            found = made.results.get(timeout=60)
+        finally:
+            made.close()
+    assert found.finish == "stop" and found.tokens.tolist() == [1, 2, 3] and found.versions.tolist() == [6, 6, 7]
 
 
 @pytest.mark.parametrize("version,what", [("0.31.9", "older than 0.32"), ("0.32.0", ""), ("0.33.1rc2", ""), ("0.34.0", "newer"),

@@ -11,19 +11,21 @@ import contextlib
 import hashlib
 import io
 import os
+import struct
 import sys
+import zlib
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.images.read import Image, ImageError, image_of
+from jaxrl.data.images.read import ORIENTATION, Image, ImageError, image_of
 from jaxrl.data.images.resize import Rule, cut
 from jaxrl.errors import ConfigError, type_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # of a GIF, the first frame
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
-ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 exchange height and width
 LATE = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG that may say how it is turned
 
 
@@ -145,7 +147,8 @@ def animation(image: Image) -> tuple[float, ...] | None:
 
 def as_text(value) -> str | list:
     """Returns an image in memory as a data URI, which read.image_of takes, and an array of frames as a list of them:
-    for files that hold text alone. An array that read.image_of refuses becomes the text of the error, not a data URI.
+    for files that hold text alone. An animated PIL image keeps its frames and their times, as an animated PNG. What
+    read.image_of or Pillow refuses becomes the text of the error, not a data URI.
 
     value: a file's bytes, which are not examined; a PIL image; a uint8 array [H, W], [H, W, 3] or [H, W, 4]; or frames,
     [T, H, W, 3] or [T, H, W, 4]. Raises TypeError for another value, as a `default` of json.dumps must; ConfigError
@@ -157,10 +160,65 @@ def as_text(value) -> str | list:
         return "data:;base64," + base64.b64encode(bytes(value)).decode()
     if isinstance(value, np.ndarray) or (hasattr(value, "convert") and hasattr(value, "getexif")):
         try:
-            return as_text(png_of(image_of(value, None)))
+            image = image_of(value, None)
+            return as_text(_animated_png(image) or png_of(image))
         except ImageError as e:  # a bad row, which is reported when it is read
             return str(e)
     raise TypeError(f"{type_of(value)} is no image")
+
+
+def _animated_png(image: Image) -> bytes | None:
+    """Returns an animated PIL image in memory as an animated PNG file, frames in RGB; None for a still image, an array,
+    and frames of several sizes. Pillow writes equal neighbours as one frame, so the frames are put together here
+    (PNG specification, third edition, 4.9 and 11.3.6). Raises ImageError if a frame cannot be read."""
+    times = animation(image)
+    if times is None:
+        return None
+    with _opened(image, sys.maxsize) as (opened, _):
+        pillow, files, sizes, lasts = _pillow(), [], set(), []
+        for number in range(len(times)):
+            opened.seek(number)
+            opened.load()
+            lasts.append(float(opened.info.get("duration") or 0))
+            sizes.add(opened.size)
+            out, exif = io.BytesIO(), opened.getexif()
+            pillow.fromarray(np.asarray(opened.convert("RGB"))).save(out, "PNG", **({"exif": exif} if exif else {}))
+            files.append(out.getvalue())
+        opened.seek(0)
+    if len(sizes) > 1:
+        return None
+    (width, height), parts, count = sizes.pop(), [files[0][:8]], 0
+    for number, (file, last) in enumerate(zip(files, lasts, strict=True)):
+        delay = Fraction(last / 1000).limit_denominator(1000) if last < 65000 else Fraction(round(last / 1000))
+        delays = min(delay.numerator, 65535), delay.denominator  # two bytes each
+        control = struct.pack(">5I2H2B", count, width, height, 0, 0, *delays, 0, 0)
+        count, begun = count + 1, False
+        for kind, data in _png_chunks(file):
+            if kind == b"IDAT":
+                if not begun:
+                    parts.append(_png_chunk(b"fcTL", control))
+                begun = True
+                if number:
+                    kind, data, count = b"fdAT", struct.pack(">I", count) + data, count + 1
+                parts.append(_png_chunk(kind, data))
+            elif not number and kind != b"IEND":
+                parts.append(_png_chunk(kind, data))
+                if kind == b"IHDR":
+                    parts.append(_png_chunk(b"acTL", struct.pack(">2I", len(files), 0)))
+    return b"".join([*parts, _png_chunk(b"IEND", b"")])
+
+
+def _png_chunks(file: bytes):
+    """Yields (type, data) of the chunks of a PNG file."""
+    at = 8
+    while at < len(file):
+        size = int.from_bytes(file[at:at + 4], "big")
+        yield file[at + 4:at + 8], file[at + 8:at + 8 + size]
+        at += 12 + size
+
+
+def _png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def upright(file: bytes):
@@ -174,9 +232,11 @@ def png_of(image: Image) -> bytes:
     """Returns an image in memory (Image.pixels) as a PNG file, in RGB if PNG does not have its colours, with its EXIF
     data; pixels are not turned upright. Raises ConfigError without Pillow."""
     pillow, out = _pillow(), io.BytesIO()
-    stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else image.pixels
-    stored = stored if stored.mode in PNG_MODES else stored.convert("RGB")
-    stored.save(out, "PNG", **({"exif": exif} if (exif := stored.getexif()) else {}))
+    with contextlib.ExitStack() as stack:
+        stored = pillow.fromarray(image.pixels) if isinstance(image.pixels, np.ndarray) else stack.enter_context(
+            image.at_frame())
+        stored = stored if stored.mode in PNG_MODES else stored.convert("RGB")
+        stored.save(out, "PNG", **({"exif": exif} if (exif := stored.getexif()) else {}))
     return out.getvalue()
 
 
@@ -199,15 +259,14 @@ def _pillow():
 
 @contextlib.contextmanager
 def _opened(image: Image, limit: int):
-    """Yields (Pillow image whose pixels are not decoded, its file or None)."""
+    """Yields (Pillow image at the image's frame, whose pixels are not decoded, its file or None)."""
     pillow = _pillow()
     try:
         if image.pixels is not None:
-            width, height = image.pixels.size
-            _checked_size(width, height, limit)
-            if image.frame:
-                image.pixels.seek(image.frame)
-            yield image.pixels, None
+            with image.at_frame() as opened:
+                width, height = opened.size
+                _checked_size(width, height, limit)
+                yield opened, None
             return
         if image.encoded == b"":
             raise ImageError("no bytes")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import hashlib
 import os
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ VALUES = ("image", "image_url", "url", "path", "bytes", "base64")  # fields of a
 VIDEO_VALUES = ("video", "frames", "path")  # and of one that holds a video
 SUFFIXES = (  # of files of images
     ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 exchange height and width
+LOCKS = [threading.RLock() for _ in range(64)]  # of Pillow images in memory, by their id
 FORMS = "encoded bytes, {bytes, path}, a path, a data URI, base64 text, a Pillow image or a uint8 array"
 
 
@@ -55,18 +60,37 @@ class Image:
 
     @property
     def content(self) -> str:
-        """Hash (32 hex digits) of what the image shows: of its bytes or pixel values (neither shape nor palette) and
-        the number of its frame; of a file, of its size and the first and last EDGE bytes in place of all. Raises
-        OSError for a file that cannot be read."""
+        """Hash (32 hex digits) of what the image shows: of encoded bytes, or of a file its size and the first and last
+        EDGE bytes; of an array its shape and values; of a Pillow image its size, values, mode, palette and orientation;
+        of all of these the number of the frame. Raises OSError for a file that cannot be read."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 held = file.read(EDGE)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - EDGE))
                 held = b"%d " % size + held + file.read()
+        elif self.encoded is not None:
+            held = self.encoded
+        elif isinstance(self.pixels, np.ndarray):
+            held = repr(self.pixels.shape).encode() + self.pixels.tobytes()
         else:
-            held = self.encoded if self.encoded is not None else np.asarray(self.pixels).tobytes()
+            with self.at_frame() as shown:
+                held = shown.tobytes()
+                traits = shown.mode, shown.size, shown.getpalette(), shown.getexif().get(ORIENTATION, 1)
+            held = repr(traits).encode() + held
         return hashlib.blake2b(held + b"frame %d" % self.frame * (self.frame > 0), digest_size=16).hexdigest()
+
+    @contextlib.contextmanager
+    def at_frame(self) -> Iterator[Any]:
+        """Yields the Pillow image in memory, `pixels`, at this image's frame. Other threads that ask for it wait: it
+        shows one frame at a time."""
+        with LOCKS[id(self.pixels) // 64 % len(LOCKS)]:
+            try:
+                self.pixels.seek(self.frame)
+            except EOFError:
+                if self.frame:  # some formats count from 1
+                    raise
+            yield self.pixels
 
 
 def images_of(cell, root: Path | None) -> list[Image]:

@@ -129,8 +129,8 @@ class ImageSource:
         """Returns (prompt, its images and videos, unread): messages whose contents are text, or lists of text, image
         and video parts where a message has an image or a video; the prompt as it is where there is none.
 
-        where: place of the row, "file:line", to whose folder paths are relative without data.image_root; those of a
-        list of rows from Python, "data[3]", to the working directory. Raises PromptError for what cannot be used,
+        where: place of the row, "file:line", to whose folder paths are relative without data.image_root; those of
+        rows from Python, "data[3]", to the working directory. Raises PromptError for what cannot be used,
         ConfigError where the options do not allow images.
         """
         if not isinstance(prompt, str | list):
@@ -153,8 +153,8 @@ class ImageSource:
 
     def _check(self, messages, found) -> None:
         if self.refused:
-            raise ConfigError(f"the data holds images, and {self.refused} does not train on images yet; "
-                              "data.image_column='' and prompts without image parts leave them out")
+            raise ConfigError(f"the data holds images, and {self.refused} does not train on images yet; change "
+                              "it, or leave images out with data.image_column='' and prompts without image parts")
         if self.cuts:
             raise ConfigError(f"{self.cuts[0]} could cut the data's images in two; choose another policy")
         if len(found) > self.most:

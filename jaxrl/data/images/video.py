@@ -305,7 +305,7 @@ def video_of(value, root: Path | None, extra: dict | None = None) -> Video:
 def _times(value, count: int) -> tuple[float, ...]:
     try:
         times = tuple(float(t) for t in value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ImageError(f"times of a video are {type_of(value)}; give the seconds of each frame") from None
     if len(times) != count:
         raise ImageError(f"a video of {count} frames has {len(times)} times; give one of each frame")

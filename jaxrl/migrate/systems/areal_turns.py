@@ -41,7 +41,7 @@ def turns(m: Migration):
         (str(s.value) for s in found if s.key in ("workflow", "agent_builder_path")),
         "the workflow of its training script",
     )
-    said = [f"{s.key}={s.value}" for s in found]
+    said = [(s.key, s.value) for s in found]
     keys = (bound,) if bound else ("workflow", "agent_builder_path")
     episodes.episode(m, what, said, m.integer(bound) if bound else None, *keys)
     for s in found:

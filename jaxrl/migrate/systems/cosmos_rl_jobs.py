@@ -296,7 +296,7 @@ def turns(m: Migration):
     t = ROLL + "multi_turn_config."
     if recipe(m) == "sft" or not m.flag(t + "enable"):
         return
-    said = [f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(t)]
+    said = [(s.key, s.value) for s in m.singles.values() if s.key.startswith(t)]
     turns = m.integer(t + "max_assistant_turns")
     episodes.episode(m, "the launcher's script", said, turns, t + "enable", t + "max_assistant_turns")
     if m.flag(t + "enable_thinking"):
@@ -321,9 +321,9 @@ def loggers(m: Migration):
 
 
 def profiler(m: Migration):
-    """Sets profile.steps, profile.memory, profile.python and profile.processes if profiler.enable_profiler is set:
-    active_steps steps, at least one, are traced after wait_steps and warmup_steps. rank_filter counts GPUs,
-    profile.processes hosts, which is noted as a difference."""
+    """Sets profile.steps and profile.python if profiler.enable_profiler is set, profile.memory with profile_memory and
+    profile.processes with a rank_filter: active_steps steps, at least one, are traced after wait_steps and
+    warmup_steps. rank_filter counts GPUs, profile.processes hosts, which is noted as a difference."""
     if not m.flag("profiler.enable_profiler"):
         return
     s = "profiler.sub_profiler_config."

@@ -83,7 +83,7 @@ def function(m: Migration, name: str, key: str) -> str:
     own = re.sub(r"\W", "_", name, flags=re.ASCII) or "reward"
     file = f"{m.name}_reward.py"
     text = m.files.setdefault(file, HEAD)
-    if f"def {own}(" not in text:
+    if f"\ndef {own}(" not in text:
         m.files[file] = text + (RULES.get(name) or OTHER.format(name=own))
     if name not in RULES:
         m.needs(f"{file}: write the reward {ascii(name)}; until then the run stops at its start")
@@ -116,7 +116,10 @@ def rewards(m: Migration):
     if not named:
         m.lacks(key, "no reward is named", refuse=True)
         return
-    m.set("reward.functions", tuple(function(m, n, key) for n in named), *keys)
+    functions = tuple(function(m, n, key) for n in named)
+    if len(set(functions)) < len(functions):
+        m.lacks(key, f"two of the names {', '.join(named)} would be one function in Python: rename one", refuse=True)
+    m.set("reward.functions", functions, *keys)
     m.set("reward.weights", () if set(named.values()) == {1.0} else tuple(named.values()), *keys)
     asked = [str(n) for n in m.list(P + "filter_reward_metric")]
     if asked and m.text(P + "variant") == "dapo":

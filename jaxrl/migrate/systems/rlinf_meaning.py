@@ -356,13 +356,13 @@ PLACE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def _places(text: str, total: int) -> list[int] | None:
-    """Devices of 'all', '0-3', '0,2'; None: it is none of these."""
+    """Devices of 'all', '0-3', '0,2'; None: it is none of these, or a range ends before it begins."""
     if text == "all":
         return list(range(total))
     found: list[int] = []
     for part in text.split(","):
         place = PLACE.fullmatch(part.strip())
-        if not place or int(place[2] or 0) > 100_000:
+        if not place or not int(place[1]) <= int(place[2] or place[1]) <= 100_000:
             return None
         found += range(int(place[1]), int(place[2] or place[1]) + 1)
     return found
@@ -515,16 +515,12 @@ def data(m: Migration):
         m.set("train.steps", steps, RUNNER + "max_steps")
 
 
-MATH = '''"""RLinf's math reward: 1 where a completion agrees with an answer of the row (reward.scale, bias)."""
-
-import json
+MATH = '''"""RLinf's math reward: 1 where a completion agrees with the row's answer, or one of its list (reward.scale, bias)."""
 
 from jaxrl.rewards.builtin import math_reward
 
 
 def score(prompt, completion, answer=None, **columns):
-    if isinstance(answer, str) and answer.startswith("["):
-        answer = json.loads(answer)
     answers = answer if isinstance(answer, list | tuple) else [answer]
     return float(any(math_reward(prompt, completion, str(one)) for one in answers))
 '''

@@ -7,7 +7,7 @@ import math
 import pprint
 from typing import Any
 
-from jaxrl.migrate import common, episodes
+from jaxrl.migrate import common, episodes, secret_values
 from jaxrl.migrate.systems import roll_meaning
 from jaxrl.migrate.systems.roll_layout import ARGS, EPISODE, INFER, SAMPLE, TRAIN
 from jaxrl.migrate.table import Migration
@@ -24,7 +24,7 @@ Turns, templates and bounds are those of the config. As it stands every episode 
 the score 0. Names and formats: docs/guides/environments.md.
 """
 
-ENVS = {envs}
+{imports}ENVS = {envs}
 
 
 class Ends:
@@ -437,7 +437,7 @@ def environments(m: Migration):
     )
     what = ", ".join(dict.fromkeys(str(t.get("env_type") or tag) for tag, t in found.items()))
     bound = next((s.key for s in used if s.key.endswith(".max_steps")), ENV + "tags")
-    said = [f"{tag}: {key}={value}" for tag, t in found.items() for key, value in t.items()]
+    said = [(f"custom_envs.{tag}.{key}", value) for tag, t in found.items() for key, value in t.items()]
     m.set(
         "env.max_observation_tokens",
         max(m.facts[EPISODE] - m.options["rollout.max_new_tokens"][0], 1),
@@ -513,6 +513,8 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
     """Returns the episode of environments that are made by their type, with what the config says of them."""
     tools = _tools(found) if messages != PICTURES else {}  # VLTrajEnvManager has none
     _ask_tools(m, found if tools else {})
+    file = f"{m.name}_env.py"
+    hidden = lambda tag, key, value: secret_values.without_secrets(m, f"custom_envs.{tag}.{key}", value, file)  # noqa: E731
     envs = {
         tag: {
             "env_type": str(t.get("env_type") or tag),
@@ -524,8 +526,8 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
                 if messages == PICTURES
                 else {"template": t.get("agent_template") or "{observation}"}
             ),
-            "config": t.get("env_config") or {},
-            **({"tools": tools.get(tag)} if tools else {}),
+            "config": hidden(tag, "env_config", t.get("env_config") or {}),
+            **({"tools": hidden(tag, "tool_wrapper", tools.get(tag))} if tools else {}),
         }
         for tag, t in found.items()
     }
@@ -535,4 +537,5 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
     parts = {**(AT_THE_END if late else BY_TURN), **(TOOLS if tools else PLAIN)}
     seeded = messages != PICTURES and any("seed" in e["config"] for e in envs.values())  # ROLL gives the group's
     config = SEEDED if seeded else 'said["config"]'
-    return STUB.format(what=text[:80], envs=literal, messages=messages, config=config, **parts)
+    imports = "import os\n\n" if "os.environ[" in literal else ""
+    return STUB.format(what=text[:80], imports=imports, envs=literal, messages=messages, config=config, **parts)

@@ -76,11 +76,12 @@ def lengths(m: Migration):
     prompt = m.integer("prompt_length")
     longest = m.integer("sequence_length")
     completion = longest - prompt if longest else m.integer("response_length")
-    if not completion:
+    if not longest and not completion:
         m.needs("neither response_length nor sequence_length is set: rollout.max_new_tokens is jaxrl's default")
         completion = 1024
     if completion < 1:
-        m.lacks("sequence_length", f"{longest} tokens leave no completion to prompts of {prompt}", refuse=True)
+        key, what = ("sequence_length", f"{longest} tokens") if longest else ("response_length", f"{completion} tokens")
+        m.lacks(key, f"{what} leave no completion to prompts of {prompt}", refuse=True)
         completion = 1
     if longest and m.given("response_length"):
         m.mark("response_length", "inert", "sequence_length is set, and wins")
@@ -92,7 +93,9 @@ def lengths(m: Migration):
     for key in (INFER + SAMPLE + "max_new_tokens", VALID + SAMPLE + "max_new_tokens"):
         m.mark(key, "inert", "ROLL overwrites it by the lengths of the sequence and the prompt")
     asked, whole = m.integer("val_prompt_length"), m.integer("val_sequence_length")
-    if asked and whole and whole - asked != completion:
+    if asked and whole and whole <= asked:
+        m.lacks("val_sequence_length", f"{whole} tokens leave no completion to prompts of {asked}", refuse=True)
+    elif asked and whole and whole - asked != completion:
         m.set("eval.max_new_tokens", whole - asked, "val_sequence_length", "val_prompt_length")
 
 
@@ -122,7 +125,7 @@ OLD_NORM = ("reward_norm", "reward_shift", "reward_scale")
 
 def advantage(m: Migration):
     """Sets algorithm.advantage, reward norms and what `normalised` sets, for gae, grpo, reinforce; refuses other
-    estimators and norms. Notes groups of one, which are not normed, and norms that ROLL takes within a domain."""
+    estimators and norms. Notes group norms of groups of one, left out, and norms that ROLL takes within a domain."""
     name, group = m.text("adv_estimator"), m.integer("num_return_sequences_in_group")
     if name not in ("gae", "grpo", "reinforce"):
         m.lacks(

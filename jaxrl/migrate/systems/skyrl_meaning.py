@@ -500,7 +500,7 @@ def environment(m: Migration):
     if turns > 1:
         m.set("reward.functions", (), key)
         tables = ("environment.", "generator.max_turns")
-        said = (f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(tables))
+        said = ((s.key, s.value) for s in m.singles.values() if s.key.startswith(tables))
         episodes.episode(m, f"SkyRL's environment {ascii(name)}", said, turns, "generator.max_turns", key)
         longest = m.integer("generator.max_input_length")
         if longest:

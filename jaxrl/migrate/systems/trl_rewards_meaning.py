@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+
 from jaxrl.migrate import common, episodes
 from jaxrl.migrate.table import Migration
 
@@ -60,12 +62,13 @@ def rewards(m: Migration):
 
     Names of TRL and open-r1 are built-in rewards; places of functions (`module.name`) are called from NAME_reward.py
     beside the config, which the user is told; names with a slash are reward models, of which a second one refuses the
-    job; other names, and none at all, are stubs that the user is asked to write. Weights that do not fit the functions
-    are recorded as not carried over. Of names that are one reward here (`a.f` and `b.f`: f; accuracy and
-    accuracy_reward: math) one counts, of functions the last."""
+    job; other names, and none at all, are stubs that the user is asked to write. Functions of one name (`a.f` and
+    `b.f`) are `f` and `b_f` in that file. Rewards that are one here (accuracy and accuracy_reward are math) are one
+    function with the sum of their weights. Weights that do not fit the functions are recorded as not carried over."""
     names, file = [str(n) for n in m.list("reward_funcs")], f"{m.name}_reward.py"
     text, functions, weights = "", [], m.list("reward_weights")
     names, weights = _model(m, names, weights)
+    places: dict[str, str] = {}  # name there -> function in the file
     for name in names:
         if name in NAMED:
             functions.append(_named(m, name))
@@ -73,26 +76,49 @@ def rewards(m: Migration):
             functions.append("format")
             pattern = CODE_FORMAT.replace("{language}", m.text("code_language"))
             m.set("reward.format_pattern", pattern, "reward_funcs", "code_language")
-        elif "." in name:
-            own = name.rpartition(".")[2]
-            text += ONE.format(own=own, place=name)
-            functions.append(f"./{file}:{own}")
         else:
-            own = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
-            text += UNKNOWN.format(own=own)
+            new = name not in places
+            own = places.setdefault(name, _own(name, {*places.values(), *USED}))
             functions.append(f"./{file}:{own}")
-            m.needs(f"{file}: write the reward {ascii(name)}; until then the run stops at its start")
+            if new:
+                text += ONE.format(own=own, place=name) if "." in name else UNKNOWN.format(own=own)
+            if new and "." not in name:
+                m.needs(f"{file}: write the reward {ascii(name)}; until then the run stops at its start")
     if text:
         m.files[file] = ADAPTER + text
         m.needs(f"{file} calls your reward functions in a process without jax, from the folder where you start")
     if not names and "reward.model.path" not in m.options:
         common.reward_stub(m, "the run", "reward_funcs is not set: the script has it in Python", "reward_funcs")
         return
-    m.set("reward.functions", tuple(dict.fromkeys(functions)), "reward_funcs")
-    if weights and len(weights) == len(functions) == len(set(functions)):
-        m.set("reward.weights", tuple(float(w) for w in weights), "reward_weights")
-    elif weights:
-        m.lacks("reward_weights", f"{len(weights)} weights for {len(set(functions))} functions that are carried over")
+    _weighed(m, names, functions, weights)
+
+
+USED = ("_called", "importlib", "os", "sys")  # names of ADAPTER
+
+
+def _own(name: str, taken: set[str]) -> str:
+    """Returns the name of a function for a reward of the source: its last part if that is free, else more of it."""
+    whole = "".join(c if c.isalnum() and c.isascii() else "_" for c in name) or "reward"
+    last = whole if "." not in name else whole[name.rindex(".") + 1 :]
+    valid = [n if n.isidentifier() and not keyword.iskeyword(n) else f"reward_{n}" for n in (last, whole)]
+    return next(n for n in (*valid, *(f"{valid[1]}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+
+
+def _weighed(m: Migration, names: list[str], functions: list[str], weights: list) -> None:
+    """Sets reward.functions, each function once, and reward.weights where they are given or a function stands for
+    several rewards: then it has the sum of their weights."""
+    once = tuple(dict.fromkeys(functions))
+    m.set("reward.functions", once, "reward_funcs")
+    if weights and len(weights) != len(functions):
+        m.lacks("reward_weights", f"{len(weights)} weights for {len(functions)} functions that are carried over")
+        weights = []
+    if len(once) < len(functions):
+        twice = [n for n, f in zip(names, functions, strict=True) if functions.count(f) > 1]
+        m.differs(f"{', '.join(twice)}: one reward here has the sum of the weights of those that are the same")
+    if weights or len(once) < len(functions):
+        each = [float(w) for w in weights or [1] * len(functions)]
+        sums = tuple(sum(w for f, w in zip(functions, each, strict=True) if f == one) for one in once)
+        m.set("reward.weights", sums, "reward_weights" if weights else "reward_funcs")
 
 
 def _model(m: Migration, names: list[str], weights: list) -> tuple[list[str], list]:
@@ -145,10 +171,9 @@ def turns(m: Migration):
         m.set("env.max_turns", most, "max_tool_calling_iterations")
     if not found:
         return
-    said = [f"{key}={text}" for key, text in found]
     if most:
         m.options.pop("env.max_turns")
-    episodes.episode(m, f"the script's {found[0][0]}", said, most, found[0][0], "max_tool_calling_iterations")
+    episodes.episode(m, f"the script's {found[0][0]}", found, most, found[0][0], "max_tool_calling_iterations")
     m.needs(
         "env.tools takes TRL's tools as they are, typed functions with a docstring, as module:name or ./file.py:name"
     )

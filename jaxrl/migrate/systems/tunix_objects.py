@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxrl.migrate.python_files import Computed
+from jaxrl.migrate.python_values import Computed
 from jaxrl.migrate.systems.tunix_meaning import ACTOR, MODEL
 
 SHAPE, AXES = MODEL + "mesh.shape", MODEL + "mesh.axis_names"
@@ -19,7 +19,7 @@ Found = Iterator[tuple[str, Any, str]]
 
 def read(nodes: list[ast.AST], known, file: str) -> Found:
     """Yields (key of the command line, value or Computed, place) for what no single call gives a config: meshes,
-    models, adapters and chat parsers of a program. known: its names (python_files). file: its name, for the places."""
+    models, adapters and chat parsers of a program. known: its names (python_values.Values). file: its name, for the places."""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     yield from _meshes(calls, known, file)
     yield from _model(nodes, known, file)
@@ -39,9 +39,10 @@ def _argument(node: ast.Call, at: int, *names: str) -> ast.AST | None:
 def _followed(node: ast.AST | None, known) -> ast.AST | None:
     """Returns what a name stands for, where it is assigned once."""
     for _ in range(9):
-        if not isinstance(node, ast.Name) or len(known.names.get(node.id, [])) != 1:
+        found = known.bound(node) if isinstance(node, ast.Name) else []
+        if len(found) != 1:
             break
-        node = known.names[node.id][0]
+        node = found[0]
     return node
 
 

@@ -23,7 +23,7 @@ def turns(m: Migration):
         m.mark(AGENTIC + "max_turns", "automatic", "one turn")
         return
     said = [
-        f"{s.key}={s.value}"
+        (s.key, s.value)
         for name in ("agent_class_path", "env_class_path", "agent_kwargs.*", "env_kwargs.*")
         for s in m.all(name)
     ]

@@ -41,7 +41,7 @@ def turns(m: Migration):
                 f"command names sets it, give {T}enable=True after the file"
             )
         return
-    said = [f"{s.key}={s.value}" for s in m.singles.values() if s.key.startswith(T)]
+    said = [(s.key, s.value) for s in m.singles.values() if s.key.startswith(T)]
     episodes.episode(
         m,
         "verl's tools and interactions",

@@ -158,8 +158,8 @@ def principal_inputs(model, base_params, tokens_BxL, positions_BxL, segments_BxL
     Args:
       model: with an adapter; r is the rank of each target, at most I. The base computes the inputs.
       base_params: parameters of `model.base`.
-      tokens_BxL, positions_BxL, segments_BxL: int32, packed rows as in Model.forward, without prefixes. Images are not
-        read: their tokens have the embedding of a placeholder.
+      tokens_BxL, positions_BxL, segments_BxL: int32, packed rows as in Model.forward, without prefixes, of text alone:
+        jobs with images do not start with eva (jaxrl.run.data).
 
     Raises ConfigError if there are not more tokens than the rank.
     """

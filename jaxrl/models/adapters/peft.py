@@ -111,7 +111,10 @@ def source(path: str) -> Source:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = hf.folder_of(path, patterns=(CONFIG, WEIGHTS))
+        try:
+            folder = hf.folder_of(path, patterns=(CONFIG, WEIGHTS))
+        except ConfigError as e:
+            raise hf.error_of("lora.path", path, e) from None
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"lora.path={path!r}: no {name}; give a folder that PEFT's save_pretrained wrote"
@@ -285,7 +288,8 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
       folder: the directory.
       model: with the adapter. params: its parameter tree (base, adapters, modules that are trained whole).
       options: config.lora. Where `path` names a folder and the adapter is still that one, its config, dtypes and file
-        layout are kept; where it is another one, a warning is logged.
+        layout are kept; where it is another one, a warning is logged, and the config names the modules, ranks and
+        scales of the model's adapter.
       base_name: the base model, for base_model_name_or_path; empty = none.
       dtype: of tensors that no folder decides: "auto" = float32, or a name as hf.export takes it.
 
@@ -306,9 +310,17 @@ def write(folder, model, params, options, base_name: str, dtype: str = "auto") -
         src = None
     arrays = hf_tensors(model, params, np.dtype("float32" if dtype == "auto" else hf.DTYPE_NAMES.get(dtype, dtype)),
                           {} if src is None else {n: tensorfile.DTYPES[t.dtype] for n, t in src.stored.items()})
-    text = src.text if src is not None else config_text(
-        adapter, options, base_name, [*without_adapters(model), *unread_modules(model)],
-        functools.partial(outer_name, model))
+    if src is not None:
+        text = src.text
+    elif options.path:  # the other options are none of the adapter's
+        text = _exact_text(model, {
+            "base_model_name_or_path": base_name or None, "lora_dropout": float(options.dropout),
+            "target_modules": [outer_name(model, t.name) for t in adapter.targets],
+            "modules_to_save": _listing([outer_name(model, name) for name in adapter.saved]),
+            "use_dora": adapter.decomposed})
+    else:
+        text = config_text(adapter, options, base_name, [*without_adapters(model), *unread_modules(model)],
+                           functools.partial(outer_name, model))
     if jax.process_index() == 0:
         _put(folder, text, arrays, src.head if src is not None else b"")
 
@@ -325,15 +337,23 @@ def write_plain(folder, model, params, dtype) -> None:
         raise ValueError("an adapter with lengths of its own (lora.dora) is no plain one")
     if adapter.saved:
         raise ValueError(f"modules that are trained whole ({shortened(adapter.saved)}) are no part of a plain adapter")
+    text = _exact_text(model, {"target_modules": sorted({t.name.rpartition(".")[2] for t in adapter.targets})})
+    _put(Path(folder), text, hf_tensors(model, params, np.dtype(dtype), {}), b"")
+
+
+def _exact_text(model, fields: dict) -> bytes:
+    """Returns an adapter_config.json that names the rank and the scale of every target of the model's adapter, twice
+    the rank of a `shifted` one. fields: the other entries that are not PEFT's defaults.
+    """
+    adapter = model.adapter
     ranks = [(2 if adapter.shifted else 1) * t.rank for t in adapter.targets]
     rank, keys = max(ranks), [f"^{re.escape(outer_name(model, t.name))}" for t in adapter.targets]
-    config = FIELDS | {
-        "r": rank, "lora_alpha": rank, "target_modules": sorted({t.name.rpartition(".")[2] for t in adapter.targets}),
+    config = FIELDS | fields | {
+        "r": rank, "lora_alpha": rank,
         "rank_pattern": {key: r for key, r in zip(keys, ranks, strict=True) if r != rank},
         "alpha_pattern": {key: t.scale * r for key, t, r in zip(keys, adapter.targets, ranks, strict=True)
                           if t.scale * r != rank}}
-    text = json.dumps(config, indent=2, sort_keys=True).encode()
-    _put(Path(folder), text, hf_tensors(model, params, np.dtype(dtype), {}), b"")
+    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 def _put(folder: Path, text: bytes, arrays: dict, head: bytes) -> None:
@@ -455,7 +475,7 @@ def hf_tensors(model, params, dtype, own: dict) -> dict[str, np.ndarray]:
              for name, (entry, index) in saved.items()}
     out = {name: array.astype(dtype) for name, array in out.items()}
     out |= {PREFIX + outer_name(model, name): array for name, array in parts.join_arrays(model.base, saved).items()}
-    return {name: np.ascontiguousarray(array.astype(own.get(name, array.dtype))) for name, array in out.items()}
+    return {name: np.asarray(array.astype(own.get(name, array.dtype)), order="C") for name, array in out.items()}
 
 
 def _on_host(array) -> np.ndarray:

@@ -46,6 +46,7 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
     revision: of the hub, None = main. patterns: of the file names that are fetched.
 
     Raises ConfigError if `path` is no folder and no hub id, or the hub's snapshot is neither here nor can be fetched.
+    It names model.path (`error_of`: another option).
     """
     if Path(path).is_dir():
         return Path(path)
@@ -58,6 +59,18 @@ def folder_of(path: str, revision: str | None = None, patterns=(*TEXT_FILES, "*.
         reason = (str(e).strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(f"model.path={path!r} (revision {revision or 'main'}) is no folder and cannot be fetched from"
                           f" the hub: {type(e).__name__}: {reason}; give a folder, check the name, or log in") from None
+
+
+def error_of(field: str, path: str, error: ConfigError) -> ConfigError:
+    """Returns the error of a folder or hub id that an option other than model.path names: a message that begins with
+    this option, in place of model.path or of nothing.
+
+    field: the option. path: its value.
+    """
+    text = str(error)
+    if text.startswith("model.path="):
+        return ConfigError(field + text.removeprefix("model.path"))
+    return error if text.startswith(f"{field}=") else ConfigError(f"{field}={path!r}: {text}")
 
 
 def load_config(path: str, revision: str | None = None, overrides: dict | None = None, weights: bool = True,

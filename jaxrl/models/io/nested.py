@@ -179,8 +179,9 @@ def planned_others(source: dict, kind: str, images: bool) -> list[tensorfile.Pla
 def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: bool, images: bool = False):
     """Returns (tensors to write, whether it is a folder of several parts).
 
-    They are the model's, under its names there, and the source's other tensors. If the source folder is gone, a warning
-    is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied untrained.
+    They are the model's, under the source's names, and the source's other tensors. If the source folder is gone, a
+    warning is logged and they are the model's alone. Another warning tells of `mtp.` tensors, which are copied
+    untrained.
 
     Args:
       planned: the model's tensors.
@@ -194,7 +195,7 @@ def place(planned: list[tensorfile.Planned], source: dict, kind: str, alone: boo
         log.warning("%s, the source of the exported model, cannot be read: the text model is exported alone, without "
                     "the tensors that were left out; restore the folder and export again to have them",
                     source["folder"])
-        return planned, False
+        others, alone = [], True
     if any(t.name.startswith("mtp.") for t in others):
         log.warning("export: the mtp tensors are copied as they were and have not been trained: speculation with them "
                     "accepts fewer tokens of the trained model")

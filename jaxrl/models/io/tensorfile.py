@@ -232,8 +232,8 @@ def _write_file(file: Path, tensors: list[Planned]) -> None:
     with open(file, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            values = np.ascontiguousarray(tensor.get())
+            values = np.asarray(tensor.get(), order="C")  # np.ascontiguousarray would make () into (1,)
             assert values.dtype == tensor.dtype and values.shape == tensor.shape, tensor.name
-            f.write(values.view(np.uint8).data)
+            f.write(values.reshape(-1).view(np.uint8).data)
         f.flush()
         os.fsync(f.fileno())

@@ -56,7 +56,7 @@ class VisionConfig:
     out_size: int           # of a feature, the decoder's hidden size
     activation: str
     theta: float            # of the rotary positions; 0 = there are none
-    init_std: float
+    init_std: float | None  # of random matrices; None: the decoder's, as SigLIP's config has none
     positions: int = 0      # learned ones, a square; 0 = none
     taps: tuple[int, ...] = ()  # layers behind which features are taken, for the first layers of the decoder
     window: int = 0         # features per side of a window, 0 = every layer sees the whole image
@@ -183,7 +183,7 @@ def _squares(hf, patch: int) -> dict:
         raise ConfigError(f"model config: vision_config.image_size={size} has {sides} patches "
                           f"of {patch}, which do not make {OF_IMAGE}={tokens} features of equal squares of patches")
     eps = float(number(hf, "layer_norm_eps", least=0))
-    return dict(merge=side // features, frames=1, positions=side**2, theta=0.0, eps=eps, init_std=0.02, two_way=True)
+    return dict(merge=side // features, frames=1, positions=side**2, theta=0.0, eps=eps, init_std=None, two_way=True)
 
 
 def _taps(hf, depth: int, layers: int) -> dict:

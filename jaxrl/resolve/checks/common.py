@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from jaxrl.checkpoint.uploads import place_of
 from jaxrl.config.lengths import episodes, longest_completion, longest_sequence, made_of
 from jaxrl.config.load import get
-from jaxrl.config.option import BOUNDS, no_effect, not_chosen
+from jaxrl.config.option import BOUNDS, is_finite, no_effect, not_chosen
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import CHANGEABLE, element_kind, options
 from jaxrl.config.suggest import not_yet
@@ -33,6 +32,10 @@ from jaxrl.rollout.vllm.options import LOOPBACK, server_folder, url_host
 from jaxrl.sharding import targets
 from jaxrl.sharding.mesh import AXES
 from jaxrl.training import optimizer
+
+# Tables whose values are not jaxrl's: of the user, of model files, of other programs.
+FREE = ("user", "model.config", "data.chat_template_kwargs", "rollout.vllm.engine_kwargs", "rollout.vllm.env",
+        "env.options", "reward.arguments", "reward.judge.extra", "reward.judge.server_args")
 
 
 def check(cfg) -> None:
@@ -57,6 +60,8 @@ def _types(cfg):
     out = []
     for name, opt in options().items():
         value = get(cfg, name)
+        if isinstance(opt.default, dict):
+            out += [] if name in FREE else _numbers(name, value)
         if isinstance(opt.default, dict) or (value is None and opt.default is None):
             continue
         if opt.or_path and ":" in str(value):
@@ -66,9 +71,21 @@ def _types(cfg):
             out.append(f"{name}={value!r}: {wrong}{missing}")
         if isinstance(opt.default, tuple):
             out += _elements(name, value)
-        if isinstance(value, float) and not math.isfinite(value):
+        elif isinstance(value, bool) and (opt.kind or type(opt.default)) is not bool:
+            out.append(f"{name}={value}: must be of type {(opt.kind or type(opt.default)).__name__}")
+        elif isinstance(value, int | float) and not is_finite(value):
             out.append(f"{name}={value}: must be a finite number")
     return out
+
+
+def _numbers(name: str, value) -> list[str]:
+    """Returns the problems of numbers in a table, at any depth, that are not finite."""
+    if hasattr(value, "items"):
+        return [problem for key, own in value.items() for problem in _numbers(f"{name}.{key}", own)]
+    if isinstance(value, list | tuple):
+        return list(dict.fromkeys(problem for own in value for problem in _numbers(name, own)))
+    wrong = isinstance(value, int | float) and not is_finite(value)
+    return [f"{name}={value}: must be a finite number"] * wrong
 
 
 def _elements(name, values):
@@ -77,9 +94,11 @@ def _elements(name, values):
     if any(not isinstance(v, fits) or isinstance(v, bool) for v in values):
         return [f"{name}={values}: every entry must be "
                 f"{'text' if kind is str else 'an integer' if kind is int else 'a number'}"]
-    if kind is float and not all(map(math.isfinite, values)):
+    if kind is not str and not all(map(is_finite, values)):
         return [f"{name}={values}: must be finite numbers"]
-    return []
+    opt = options()[name]
+    wrong = [v for v in values if not_chosen(opt, (v,))]
+    return [f"{name}={v!r}: {not_chosen(opt, values)}{f'; {hint}' if (hint := not_yet(v)) else ''}" for v in wrong]
 
 
 def _ranges(cfg):
@@ -363,7 +382,7 @@ def _engine(cfg):
         elif not LOOPBACK.fullmatch(host) and not key:
             out.append(f"rollout.servers entry {url!r} is not on this machine: set rollout.vllm.api_key to the key it "
                        "asks for")
-    if len(set(r.servers)) < len(r.servers):
+    if len({url.rstrip("/") for url in r.servers}) < len(r.servers):
         out.append(f"rollout.servers={r.servers}: a server is named twice")
     if not LOOPBACK.fullmatch(v.host) and not key:
         out.append(f"rollout.vllm.host={v.host!r}: servers that listen beyond this machine need a key: set "

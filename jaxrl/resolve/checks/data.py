@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 
 from jaxrl.config.lengths import episodes
-from jaxrl.config.option import BOUNDS, not_chosen
+from jaxrl.config.option import BOUNDS, is_finite, not_chosen
 from jaxrl.config.registry import recipe_of
 from jaxrl.config.schema import SCHEMA
 from jaxrl.data.mixing import weight_at
@@ -105,9 +104,9 @@ def _source(cfg, name, source):
 def entry(name, opt, value):
     """Returns the problems of an entry of a source or an adapter that is an option: its kind, choices and bound.
 
-    Lists must be texts, or one text; their choices, and what a table holds, are not looked at. NaN and infinities are
-    refused by a bound that they break, not by themselves. name: of the entry, for the text. opt: the Option that the
-    entry replaces.
+    None is refused, also where it is the option's default. Lists must be texts, at least one, or one text; their
+    choices, and what a table holds, are not looked at, nor whether a number is finite, which holds for all tables
+    (common.check). name: of the entry, for the text. opt: the Option that the entry replaces.
     """
     kind = opt.kind or type(opt.default)
     value = float(value) if kind is float and type(value) is int else value
@@ -127,7 +126,7 @@ def entry(name, opt, value):
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value) and value >= 0
 
 
 def _is_weight(value) -> bool:

@@ -263,10 +263,22 @@ def parse_choice(choice: dict) -> tuple[list[int], list[float], str | None, list
 
     Raises ServerError if there is not one log-prob per token."""
     tokens = choice.get("token_ids") or []
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if len(content) != len(tokens):
-        raise ServerError(f"vLLM returned {len(content)} log-probs for {len(tokens)} tokens")
-    return tokens, [c["logprob"] for c in content], choice.get("finish_reason"), choice.get("weight_versions") or []
+    try:
+        logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+    except (LookupError, TypeError, AttributeError):
+        raise ServerError("vLLM returned log-probs in another form than {\"content\": [{\"logprob\": ...}]}") from None
+    if len(logprobs) != len(tokens):
+        raise ServerError(f"vLLM returned {len(logprobs)} log-probs for {len(tokens)} tokens")
+    return tokens, logprobs, choice.get("finish_reason"), choice.get("weight_versions") or []
+
+
+def first_choice(reply, where: str) -> dict:
+    """Returns the first choice of a reply to a generate request, as JSON. where: the URL, for the message. Raises
+    ServerError for a reply without one."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ServerError(f"{where}: a reply without a completion: {str(reply)[:200]}")
+    return choices[0]
 
 
 # ---- control ---------------------------------------------------------------------------------------------------------
@@ -308,9 +320,10 @@ class Control:
     def _call(self, method: str, path: str, body: dict | None = None, deadline: float | None = None, **query) -> dict:
         reply = self._request(method, path, body, deadline, **query)
         try:
-            return reply.json() if reply.content else {}
+            found = reply.json() if reply.content else {}
         except ValueError:
             return {}
+        return found if isinstance(found, dict) else {}
 
     def check_health(self, deadline: float) -> None:
         """Raises ServerError if the server is unhealthy or silent for `deadline` seconds, Refused if it refuses."""
@@ -474,9 +487,9 @@ class Control:
         self._call("POST", "/reset_encoder_cache")
 
     def generate(self, payload: dict) -> dict:
-        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON. Raises ServerError or
-        Refused, KeyError for a reply without a choice."""
-        return self._call("POST", GENERATE, payload)["choices"][0]
+        """Sends a body of `generate_payload` and returns the reply's only choice, as JSON. Raises ServerError, also for
+        a reply without a choice, or Refused."""
+        return first_choice(self._call("POST", GENERATE, payload), f"{self.url}{GENERATE}")
 
     def gauges(self) -> dict[str, float]:
         """Returns the engine's counters from its Prometheus page, as `parse_metrics`. Raises ServerError or Refused."""

@@ -29,10 +29,10 @@ def url_host(url: str) -> str:
 
 
 def read_urls(folder: Path) -> list[str]:
-    """Returns the URLs in the files of a folder, in the order of the files' names, several per file if white space
-    separates them; [] without the folder. Files that begin with a dot are not ready yet."""
+    """Returns the URLs in the files of a folder, each once, in the order of the files' names, several per file if white
+    space separates them; [] without the folder. Files that begin with a dot are not ready yet."""
     files = sorted(p for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
-    return [url.rstrip("/") for file in files for url in file.read_text("utf-8").split()]
+    return list(dict.fromkeys(url.rstrip("/") for file in files for url in file.read_text("utf-8").split()))
 
 
 def memory_fraction(config) -> float:

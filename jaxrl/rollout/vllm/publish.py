@@ -166,7 +166,7 @@ class Publisher:
 
     def _push(self, replicas, report: dict) -> dict[int, Exception]:
         """Runs one full update of several servers; returns the error of each that failed."""
-        self.router.current_version, version = self.version, f"{self.run_id}-{self.version}"
+        version = f"{self.run_id}-{self.version}"
         errors: dict[int, Exception] = {}
         first = any(r.index not in self.verified for r in replicas)
         verify = self.config.rollout.verify_weights == "always" or (
@@ -200,6 +200,9 @@ class Publisher:
             each(_forget_features)
         each(lambda c: _confirm(c, version))
         each(lambda c: self.fleet.memories[c.url].close())
+        for r in replicas:
+            if r.index not in errors:
+                r.version = self.version  # of the tokens that it samples from here on
         each(lambda c: c.resume())  # one that slept runs since it has its cache again
         self.verified |= {r.index for r in replicas if r.index not in errors}
         return errors

@@ -50,13 +50,15 @@ class Replica:
 
     state: starting, unsynced (healthy, but with other weights), ready, asleep or dead. why: the reason, for
     messages. misses: health checks in a row without a reply. examined: whether it was found to fit this run since it
-    came up; what it held before is gone with the process that was there before."""
+    came up; what it held before is gone with the process that was there before. version: of the weights it samples
+    with, set by a publish between its pause and its resume; -1 = none yet."""
 
     index: int
     url: str
     state: str = "starting"
     why: str = ""
     examined: bool = False
+    version: int = -1
     running: dict = dataclasses.field(default_factory=dict)  # job -> task
     misses: int = 0
 
@@ -68,8 +70,8 @@ class Router:
     Attributes:
       results: queue of Result, or an exception that ends the run.
       replicas: a Replica per server; `add` appends. counts: totals since the start, by name. items: the ItemWriter.
-      current_version, model, routed: weight version, name of the adapter ("" = the base), and the ExpertRouting if
-        experts are asked for; set from outside before requests are sent.
+      model, routed: name of the adapter ("" = the base), and the ExpertRouting if experts are asked for; set from
+        outside before requests are sent.
       trace: called with a dict for each request (log.trace_requests); None = not.
 
     Args:
@@ -288,21 +290,20 @@ class Router:
             payload["features"] = await asyncio.to_thread(self.items.features, request.pictures)
         url, choice = replica.url + adapter.GENERATE, None
         if stops:
-            tokens, logprobs, finish, spans = await self._streamed(url, payload, request)
+            tokens, logprobs, finish, spans, versions = await self._streamed(url, payload, request, replica)
         else:
             reply = await self._http.post(url, json=payload)
             _raise_for(reply.status_code, reply.text, url)
-            choice = reply.json()["choices"][0]
+            choice = adapter.first_choice(reply.json(), url)
             tokens, logprobs, finish, spans = adapter.parse_choice(choice)
+            versions = [-1] * len(tokens)
         if finish not in ("stop", "length"):
             raise adapter.ServerError(f"{url}: the completion ended with {finish!r}")
-        versions = np.full(len(tokens), -1, np.int32)
+        versions = np.array(versions, np.int32)
         for span in spans:
             versions[span["start"]:span["end"]] = self.parse_version(str(span["version"]))
-        if len(tokens) and versions.min() < 0 and not stops:
+        if len(tokens) and versions.min() < 0:
             raise adapter.ServerError(f"{url}: tokens without a weight version")
-        if stops and len(tokens):  # spans come with the last piece, which a cut stream never sends
-            versions[versions < 0] = self.current_version
         if not np.isfinite(logprobs).all() or (len(logprobs) and max(logprobs) > 1e-3):
             raise adapter.ServerError(f"{url}: a log-prob that is not finite or positive")
         routes = None
@@ -312,12 +313,15 @@ class Router:
         return Result(request.id, np.array(tokens, np.int32), np.array(logprobs, np.float32),
                       np.zeros(len(tokens), np.float32), versions, finish, request.seed, routes=routes)
 
-    current_version, model = -1, ""  # of the newest weights; name of the adapter to sample from, "" = the base
+    model = ""  # name of the adapter to sample from, "" = the base
     routed: adapter.ExpertRouting | None = None  # if algorithm.routes=sampled
 
-    async def _streamed(self, url, payload, request):
-        """Reads tokens event by event; leaving the stream at a stop string ends the request in the server."""
-        s, tokens, logprobs, finish, spans = request.sampling, [], [], None, []
+    async def _streamed(self, url, payload, request, replica):
+        """Reads tokens event by event; leaving the stream at a stop string ends the request in the server.
+
+        Returns (token ids, log-probs, finish, spans of versions, version of each token). Spans come with the last
+        event, which a stream that is left never sends: a token has the version of its server when it comes."""
+        s, tokens, logprobs, finish, spans, versions = request.sampling, [], [], None, [], []
         async with self._http.stream("POST", url, json=payload) as reply:
             if reply.status_code >= 400:
                 _raise_for(reply.status_code, (await reply.aread()).decode(), url)
@@ -330,11 +334,12 @@ class Router:
                 for choice in piece.get("choices", []):
                     new, logp, finish, spans = adapter.parse_choice(choice)
                     tokens, logprobs = tokens + new, logprobs + logp
+                    versions += [replica.version] * len(new)
                     stop = find_stop(self.decode, tokens, len(new), s.stop, s.min_new_tokens) if new else None
                     if stop:
                         count = stop[0] if s.keep_stop else stop[1]
-                        return tokens[:count], logprobs[:count], "stop", spans
-        return tokens, logprobs, finish, spans
+                        return tokens[:count], logprobs[:count], "stop", spans, versions[:count]
+        return tokens, logprobs, finish, spans, versions
 
     # ---- watching -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxrl.errors import ConfigError, RunStopped
 
 MAX_CONCURRENT, TRIES = 16, 4  # concurrent requests per server; tries per request
+UNREADABLE = ValueError, LookupError, TypeError, AttributeError  # of a reply in another form than expected
 
 
 class TokenScores(NamedTuple):
@@ -58,13 +59,14 @@ class PromptScorer:
             reply = self._http.get(f"{url}/v1/models")
             reply.raise_for_status()
             row = reply.json()["data"][0]
-        except (httpx.HTTPError, ValueError, LookupError) as e:
+            model, most = row["id"], row.get("max_model_len") or longest + 1
+        except (httpx.HTTPError, *UNREADABLE) as e:
             raise ConfigError(f"teacher.servers entry {url!r} does not reply like a vLLM server ({type(e).__name__}: "
                               f"{e}); start it with vllm serve, or name another") from None
-        if (row.get("max_model_len") or longest + 1) <= longest:
-            raise ConfigError(f"teacher.servers entry {url!r} takes sequences of {row['max_model_len']} tokens; the "
+        if most <= longest:
+            raise ConfigError(f"teacher.servers entry {url!r} takes sequences of {most} tokens; the "
                               f"longest here has {longest}, and one more is sampled: raise its --max-model-len")
-        return row["id"]
+        return model
 
     def score(self, sequences, top: int) -> list[TokenScores]:
         """Returns the TokenScores of sequences, in order. Servers take them in turn; at most MAX_CONCURRENT requests
@@ -87,7 +89,7 @@ class PromptScorer:
                                      f"distill.top_k={top}: {reply.text[:300]} (its --max-logprobs must reach top_k)")
                 reply.raise_for_status()
                 return parse_scores(tokens, reply.json()["choices"][0]["prompt_logprobs"], top)
-            except (httpx.HTTPError, ValueError, LookupError) as e:
+            except (httpx.HTTPError, *UNREADABLE) as e:
                 if attempt == TRIES - 1:
                     raise RunStopped(f"teacher.servers entry {url!r} failed {TRIES} times: {type(e).__name__}: {e}; "
                                      "bring it back and resume") from e
@@ -100,11 +102,13 @@ class PromptScorer:
 
 
 def parse_scores(tokens, prompt_logprobs: list, top: int) -> TokenScores:
-    """Returns the TokenScores of a reply's `prompt_logprobs`. Raises ValueError for another number of tokens or one
-    without log-probs, KeyError where those of the token itself are missing.
+    """Returns the TokenScores of a reply's `prompt_logprobs`. Raises ValueError for none, another number of tokens or
+    one without log-probs, KeyError where those of the token itself are missing.
 
     tokens: [n] int token ids. top: K, columns of the result. prompt_logprobs: per token None (the first), or
     {id: {"logprob", "rank"}} of the most probable tokens and the token itself."""
+    if not isinstance(prompt_logprobs, list):
+        raise ValueError(f"prompt_logprobs is {type(prompt_logprobs).__name__}, expected a list")
     if len(prompt_logprobs) != len(tokens):
         raise ValueError(f"{len(prompt_logprobs)} log-probs for {len(tokens)} tokens")
     own = np.zeros(len(tokens), np.float32)

@@ -50,6 +50,7 @@ class OwnServers:
 
     Raises:
       ConfigError: vLLM cannot be started here.
+      OSError: a server's process cannot be created; those that run are stopped first.
     """
 
     def __init__(self, config, hf_config: dict, dtype: str, folder: Path, key: str, first: int = 0,
@@ -68,8 +69,12 @@ class OwnServers:
         self.restarts, self._silent = [0] * v.replicas, [0] * v.replicas
         self.up, self._began = [False] * v.replicas, [0.0] * v.replicas  # up: has replied since its start
         self.processes: list[ServerProcess] = []
-        for i in range(v.replicas):
-            self.processes.append(self._started(i))
+        try:
+            for i in range(v.replicas):
+                self.processes.append(self._started(i))
+        except BaseException:
+            self.stop()
+            raise
 
     def _started(self, i: int) -> ServerProcess:
         self.up[i], self._silent[i], self._began[i] = False, 0, time.monotonic()
@@ -113,7 +118,7 @@ class OwnServers:
 
     def stop(self) -> None:
         """Stops all servers at the same time, and waits for it; a process that does not end is left."""
-        with concurrent.futures.ThreadPoolExecutor(len(self.processes)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(self.processes))) as pool:
             for process in self.processes:
                 pool.submit(process.stop)
 
@@ -244,8 +249,8 @@ class Fleet:
     # ---- start ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Waits until the servers reply, and checks them. All of ours must reply; of given ones at least one, and
-        others may join later.
+        """Waits until the servers reply, and checks them: at most rollout.vllm.setup_seconds, for further given ones
+        LATECOMER_SECONDS once one is up. All of ours must reply; of given ones at least one, and others may join later.
 
         Raises:
           ConfigError: a restart would not help: wrong options, a refused call, or servers that cannot serve this run.
