@@ -300,8 +300,9 @@ def report(a: Run, b: Run, rounding: float) -> tuple[list[str], bool]:
     where = first_divergence(found)
     if where:
         name, f = where
-        out += ["", f"The runs diverge at {name}, {f.parts[1]}"]
-        place = (f.parts[0], list(found).index(name))
+        step, text = f.parts or (0, "")
+        out += ["", f"The runs diverge at {name}, {text}"]
+        place = (step, list(found).index(name))
         earlier = [n for i, (n, g) in enumerate(found.items()) if g.rounded is not None and (g.rounded, i) < place]
         out += [f"Before it only rounding differs ({', '.join(earlier)})."] if earlier else ["All before it is equal."]
     elif not any(f.steps for f in found.values()):

@@ -106,7 +106,8 @@ def hacked(lines: list[dict]) -> list[Anomaly]:
     out, best = [], None  # (accuracy, reward)
     reward = 0.0
     for line in lines:
-        reward = now if np.isfinite(now := float(line.get("reward/mean", reward))) else reward
+        now = float(line.get("reward/mean", reward))
+        reward = now if np.isfinite(now) else reward
         if not np.isfinite(held := float(line.get("eval/accuracy", np.nan))):
             continue
         if best is None or held >= best[0]:
