@@ -281,7 +281,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "retries": O(2, "further tries, with the same seeds, of an episode whose environment failed", bound=">=0"),
         "late": O("absent", "an episode whose environment timed out: absent drops it, truncated keeps it as if cut by the length limit",
                   choices=("absent", "truncated")),
-        "max_failed_fraction": O(0.2, "stop when more than this share of one process's episodes of a step failed by the environment", bound="0..1"),
+        "max_failed_fraction": O(0.2, "stop when a larger share of a process's episodes of a step failed by their environment's fault", bound="0..1"),
         "resume": O("replay", "episodes that a checkpoint cut off go on from their recorded turns, or start again (environments that cannot be"
                               " played twice)", choices=("replay", "restart")),
         "publish": O("episode", "with rollout.partial=False a weight sync waits for the episodes begun, or only for their turns"
@@ -328,7 +328,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "timeout_seconds": O(10.0, "wall-clock limit per completion and function (per call of a batched one); the worker is killed", bound=">0"),
         "memory_gb": O(8.0, "memory that a worker and all it started may hold, else they are killed (Linux); 0 = no limit", bound=">=0"),
         "recycle": O(20_000, "a worker that has done this many calls is replaced when it has nothing to do; 0 = never", bound=">=0"),
-        "max_failed_fraction": O(0.2, "stop when more than this share of one process's completions of a step has a failed reward", bound="0..1"),
+        "max_failed_fraction": O(0.2, "stop when more than this share of a process's completions of a step has a failed reward", bound="0..1"),
         "zero_without_end": O(False, "0 for completions that were cut by the length limit"),
         "scale": O(1.0, "factor on the weighted sum (after zero_without_end)"),
         "bias": O(0.0, "added after scale"),
@@ -522,8 +522,8 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "wandb_mode": O("online", "W&B mode", choices=("online", "offline")),
         "sinks": O((), "further metric sinks, package.module:Class or ./file.py:Class: called with (run_dir, config dict),"
                        " has write(step, scalars) and close()"),
-        "every_steps": O(1, "steps per line of metrics; a further line where an evaluation, save or export is due, and at a stop (other jobs"
-                            " write a line every step)", read_by=("sft", "preference")),
+        "every_steps": O(1, "run.recipe=sft and preference: steps per line of metrics; a further one where an evaluation, save or export is due"
+                         " and at a stop (others write one every step)", read_by=("sft", "preference")),
         "print_samples": O(1, "sampled conversations, of different prompts, shown at each evaluation; TensorBoard and W&B get as many of"
                               " training every tenth step", bound=">=0"),
         "trace_requests": O(False, "vLLM: write a timeline of every request to <run.dir>/requests.jsonl"),

@@ -277,7 +277,8 @@ def shares_prompts(c) -> bool:
 def lay_out(c, job, traj, step: int):
     """Returns (training.Layout of the update, that of scoring); one object if both have rows of the same shapes.
 
-    c: Spec. job: its `row_shapes` and `score_shapes` are read. step: completed steps, for the minibatches' shuffle."""
+    c: Spec. job: its `row_shapes` and `score_shapes` are read.
+    step: completed steps, for the shuffle of minibatches."""
     make = functools.partial(
         training.make_layout, traj.sizes, share_prompts=shares_prompts(c), seed=minibatch_seed(c.run.seed, step),
         num_minibatches=min(c.algorithm.num_minibatches, len(np.unique(traj.group))))

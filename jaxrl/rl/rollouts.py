@@ -379,8 +379,8 @@ class Rollouts:
 def pass_rates(rows, config) -> dict[int, float]:
     """Returns position of a group -> share of its completions whose accuracy reward reaches reward.pass_mark.
 
-    That reward is eval.accuracy_from, or the row's first where that one does not apply (accuracy_source). Completions
-    without any reward are not counted, groups of such completions left out.
+    That reward is eval.accuracy_from, or the row's first function where that one does not apply (accuracy_source).
+    Completions to which it gave no score are not counted, groups of such completions left out.
 
     rows: of Round. config: of the job.
     """

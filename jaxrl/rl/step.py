@@ -247,8 +247,8 @@ def update_policy(spec, policy, batch, prepared: Prepared, meanwhile=lambda: Non
 
 
 def make_loss_weigher(spec, batch, columns):
-    """Returns (function of a minibatch's sequences (indices) -> {loss term: weights [T] float64}, metric -> share of
-    the batch's loss tokens that its mask leaves out) for one batch.
+    """Returns for one batch (function of a minibatch's sequences (int indices) -> {loss term: weights [T] float64},
+    metric -> share of the batch's loss tokens that its mask leaves out).
 
     Weights are 1/denominator of algorithm.aggregation, 0 where a token or its sequence is masked: groups that dynamic
     sampling masks, truncated completions with mask_truncated, and the token masks of the options (shared prefix, second
