@@ -5,7 +5,8 @@ Recipes and loops of one's own call `fit` (docs/reference/python.md). A step's c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxrl.data import Interrupted
 from jaxrl.roles.role import WeightSync
@@ -28,7 +29,7 @@ class StepResult(NamedTuple):
 
 
 def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 0, evaluation=None, reports=(),
-        about: str = "", first_row: str | None = None, unlogged=dict) -> dict:
+        about: str = "", first_row: str | None = None, unlogged: Callable[[], Any] = dict) -> dict:
     """Runs a job until it ends or is stopped, and returns the content of summary.json.
 
     Args:
