@@ -6,13 +6,16 @@ import os
 import pytest
 from test_migrate import migrated, values
 
+from jaxrl.errors import ConfigError
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate import images
 from jaxrl.migrate.awk import computed
-from jaxrl.migrate.report import write
+from jaxrl.migrate.report import literal, write
 from jaxrl.migrate.shell import Script
-from jaxrl.migrate.source import Setting, Unreadable, interpolate
+from jaxrl.migrate.source import Setting, Unreadable, interpolate, scalar
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
+from jaxrl.migrate.table import fitting
 from jaxrl.migrate.yaml_files import YamlReader
 
 PLACE = "trainer.placement.policy_num_"
@@ -425,3 +428,37 @@ def test_references_in_tables_within_lists_are_followed(tmp_path):
     assert found["data"] == [{"name": "a", "share": 0.5, "weight": 0.5, "rate": 1e-6, "in": [{"b": "x1e-06"}]}, 1e-6]
     with pytest.raises(Unreadable, match="has no entry"):
         interpolate({"a": Setting("a", [{"b": "${.c}"}], "x")})
+
+
+def test_a_file_of_another_job_of_the_system_is_said_to_be_one(tmp_path, capsys):
+    settings = {"num_generations": 8, "beta": 0.1, "max_completion_length": 64, "epsilon": 0.2, "epsilon_high": 0.3, "loss_type": "dapo",
+                "num_iterations": 2, "reward_weights": [1], "use_vllm": True, "vllm_mode": "colocate", "scale_rewards": False,
+                "temperature": 0.9, "top_p": 0.9, "mask_truncated_completions": True}
+    (tmp_path / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items()))
+    for table, what in (("trl/sft", "a config of another job; jaxrl migrate trl FILE"), ("skyrl/sft", "jaxrl migrate trl FILE")):
+        assert command.main([table, str(tmp_path / "job.yaml"), "--gpus=8", f"--out={tmp_path / 'out'}"]) == 3
+        assert what in capsys.readouterr().out
+    (tmp_path / "job.yaml").write_text("".join(f"no_key_{i}: 1\n" for i in range(20)))
+    assert command.main(["trl/sft", str(tmp_path / "job.yaml"), "--gpus=8", f"--out={tmp_path / 'out'}"]) == 3
+    assert "a file of another program" in capsys.readouterr().out
+
+
+def test_infinite_and_endless_numbers(tmp_path, capsys):
+    endless = "9" * 5000
+    assert scalar(endless) == endless and literal("user.a", [float("inf"), {"b": float("-inf")}])[0] == "[float('inf'), {'b': float('-inf')}]"
+    for option, value in (("run.seed", float("inf")), ("rollout.group_size", float("nan"))):
+        with pytest.raises((ConfigError, ValueError), match="a number"):
+            fitting(option, value)
+    for name, text in (("job.yaml", "trainer: {seed: .inf}\n"), ("job.yaml", f"trainer: {{seed: {endless}}}\n"), ("job.toml", f"a = {endless}\n")):
+        (tmp_path / name).write_text(text)
+        assert command.main(["skyrl" if name.endswith("yaml") else "cosmos_rl", str(tmp_path / name), f"--out={tmp_path / 'out'}"]) == 2
+        assert name in capsys.readouterr().err
+
+
+def test_a_key_that_freezes_more_than_a_tower_is_not_inert():
+    key = "actor_rollout_ref.model.path"
+    for frozen, kind, kept in ((("vision/.*", "embed/.*"), "equivalent", ("embed/.*",)), (("vision/.*",), "inert", ())):
+        m = of("verl", {key: "a/b"})
+        m.options["model.frozen"] = (frozen, (key,))
+        images.without(m)
+        assert m.marks[key][0] == kind and values(m).get("model.frozen", ()) == kept
