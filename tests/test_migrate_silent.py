@@ -299,7 +299,8 @@ def learning_rate(tmp_path, before="", value="1", after=""):
     ("a = make(A(lr=5e-6))", "a.lr", "asked"), ("a = replace(A(), lr=5e-6)", "a.lr", "asked"),
     ("class C(A):\n    def __post_init__(self):\n        self.lr = 5e-6\na = C()", "a.lr", 1e-5),
     ("class C:\n    def __init__(self):\n        self.lr = 5e-6\na = A()", "a.lr", 1e-5),
-    (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"), ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
+    (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"),
+    ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
     (ONCE + "\nvars(args).update(x)", "args.rate", "asked"), ("parser.set_defaults(rate=5e-6)\n" + ONCE, "args.rate", "asked"),
     ("x = 3", "float(f'{x:.2f}')", 3.0), ("x = 'a'", "f'{x!r:>5}'.strip()", "asked"), ("x = 2", "float(f'{x:03d}')", 2.0)])
 def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp_path, before, value, expected):
@@ -307,7 +308,8 @@ def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp
 
 
 @pytest.mark.parametrize("before, after, expected", [
-    (INSIDE.format("lr=5e-6", "main()"), "", 5e-6), (INSIDE.format("lr=5e-6", "main(7e-6)"), "", 7e-6), (INSIDE.format("lr", "main(lr=lr)"), "", 1e-6),
+    (INSIDE.format("lr=5e-6", "main()"), "", 5e-6), (INSIDE.format("lr=5e-6", "main(7e-6)"), "", 7e-6),
+    (INSIDE.format("lr", "main(lr=lr)"), "", 1e-6),
     (INSIDE.format("lr=5e-6", "main(*x)"), "", "asked"), (INSIDE.format("lr=5e-6", "fire(main)"), "", "asked"),
     (INSIDE.format("lr=5e-6", "main()\nmain(1)"), "", "asked"), (INSIDE.format("**lr", "main(lr=2)"), "", "asked"),
     ("class C:\n    def f(self, lr):\n        GRPOConfig(learning_rate=lr)\nf(2)", "", "asked"),
@@ -347,9 +349,11 @@ def test_variables_before_a_command_and_in_a_subshell_are_of_these_alone(tmp_pat
 @pytest.mark.parametrize("value, expected", [
     ("${X,,}", "org/qwen-7b"), ("${X^^}", "ORG/QWEN-7B"), ("${Y^}", "Abc"), ("${X,}", "org/Qwen-7B"), ("${X:0:3}", "Org"), ("${X: -2}", "7B"),
     ("${X:4}", "Qwen-7B"), ("${X:1:-3}", "rg/Qwen"), ("${X:N*2:N}", "Qw"), ("${X//\\//_}", "Org_Qwen-7B"), ("\"${X//\\//_}\"", "Org_Qwen-7B"),
-    ("${X/\\//}", "OrgQwen-7B"), ("${X//[0-9Q]/.}", "Org/.wen-.B"), ("${X/#Org/o}", "o/Qwen-7B"), ("${X/%B/b}", "Org/Qwen-7b"), ("${X//$Q/q}", "Org/q-7B"),
+    ("${X/\\//}", "OrgQwen-7B"), ("${X//[0-9Q]/.}", "Org/.wen-.B"), ("${X/#Org/o}", "o/Qwen-7B"), ("${X/%B/b}", "Org/Qwen-7b"),
+    ("${X//$Q/q}", "Org/q-7B"),
     ("${X/Q*-/}", "Org/7B"), ("${X/\"*\"/}", "Org/Qwen-7B"), ("${X##*/}", "Qwen-7B"), ("${X%-*}", "Org/Qwen"), ("${X//[[:digit:]]/}", "Org/Qwen-B"),
-    ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"), ("${U:-d}", "d")])
+    ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"),
+    ("${U:-d}", "d")])
 def test_parts_of_variables_are_those_of_the_shell(tmp_path, value, expected):
     text = "X=Org/Qwen-7B\nY=abc\nN=2\nQ=Qwen\nP=Y\nA=(a b c)\nprintf '%s' "
     _, commands, notes = variables(tmp_path, text + value + "\n")

@@ -460,7 +460,7 @@ class Values:
             if isinstance(node, ast.Name):
                 found = self.bound(node)
                 before = [n for n in found if getattr(n, "lineno", line) < line]
-                node = max(before, key=lambda n: n.lineno, default=found[0] if len(found) == 1 else node)
+                node = max(before, key=lambda n: getattr(n, "lineno", 0), default=found[0] if len(found) == 1 else node)
             if not isinstance(node, ast.Call) or not node.args:
                 return None
             if name_of(node.func).endswith("from_pretrained"):

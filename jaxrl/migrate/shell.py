@@ -558,7 +558,7 @@ class _Walk:
             return change(text)
         if change := {",": str.lower, "^": str.upper}.get(rest):
             return change(text[:1]) + text[1:]
-        self.script.note(f"{self.name}:{line}: {rest[:40]} of ${{NAME{rest[:40]}}} is not read: the value stays {text[:60]}")
+        self.script.note(f"{self.name}:{line}: ${{NAME{rest[:40]}}} is not read: the value stays {text[:60]}")
         return text
 
     def glob(self, raw: str, line: int, depth: int) -> str:
