@@ -301,6 +301,9 @@ def learning_rate(tmp_path, before="", value="1", after=""):
     ("class C:\n    def __init__(self):\n        self.lr = 5e-6\na = A()", "a.lr", 1e-5),
     (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"),
     ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
+    (ONCE + "\ndef f(proto):\n    for k in x:\n        setattr(proto, k, 1)\nf(args)", "args.rate", "asked"),
+    (ONCE + "\ndef f():\n    proto = get()\n    for k in x:\n        setattr(proto, k, 1)", "args.rate", 1e-6),
+    (ONCE + "\ndef f(o):\n    o.rate = 5e-6\nf(args)\nf(x)", "args.rate", "asked"), (ONCE + "\ndef f(o):\n    o.rate = 1\nf(A())", "args.rate", 1e-6),
     (ONCE + "\nvars(args).update(x)", "args.rate", "asked"), ("parser.set_defaults(rate=5e-6)\n" + ONCE, "args.rate", "asked"),
     ("x = 3", "float(f'{x:.2f}')", 3.0), ("x = 'a'", "f'{x!r:>5}'.strip()", "asked"), ("x = 2", "float(f'{x:03d}')", 2.0)])
 def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp_path, before, value, expected):
@@ -353,7 +356,7 @@ def test_variables_before_a_command_and_in_a_subshell_are_of_these_alone(tmp_pat
     ("${X//$Q/q}", "Org/q-7B"),
     ("${X/Q*-/}", "Org/7B"), ("${X/\"*\"/}", "Org/Qwen-7B"), ("${X##*/}", "Qwen-7B"), ("${X%-*}", "Org/Qwen"), ("${X//[[:digit:]]/}", "Org/Qwen-B"),
     ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"),
-    ("${U:-d}", "d")])
+    ("${U:-d}", "d"), ("${@:2}x", "x")])
 def test_parts_of_variables_are_those_of_the_shell(tmp_path, value, expected):
     text = "X=Org/Qwen-7B\nY=abc\nN=2\nQ=Qwen\nP=Y\nA=(a b c)\nprintf '%s' "
     _, commands, notes = variables(tmp_path, text + value + "\n")
@@ -381,7 +384,7 @@ def test_secrets_are_variables_of_the_environment(system, settings, tmp_path):
     assert all(KEY not in text for text in m.files.values()) and values(m)["env.variables"] == ("API_KEY",)
     text = m.files[f"{m.name}_env.py"]
     assert "API_KEY" in text and "os.environ" in text.replace("\n", "")
-    assert len([t for t in m.needs_you if "export API_KEY=" in t and "api_key" in t]) == 1
+    assert len([t for t in m.needs_you if "variable API_KEY" in t and "api_key" in t]) == 1
     if "import os" in text:
         os.environ["API_KEY"] = "x"
         made = {}
@@ -398,7 +401,7 @@ def test_a_config_holds_no_secret(tmp_path):
     write(tmp_path / "w", of("cosmos_rl", {"custom.api_key": KEY, "custom.judge.hf_token": "$MY_TOKEN"}, gpus=8), "job.yaml", False)
     text = (tmp_path / "w" / "job.py").read_text()
     assert KEY not in text and "here('$API_KEY')" in text and "here('$MY_TOKEN')" in text
-    assert "export API_KEY=" in (tmp_path / "w" / "report.md").read_text()
+    assert "the variable API_KEY" in (tmp_path / "w" / "report.md").read_text()
 
 
 def test_a_text_answer_that_begins_with_a_bracket_is_one_answer():

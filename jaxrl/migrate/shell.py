@@ -462,7 +462,7 @@ class _Walk:
             values = known if isinstance(known, list) else [] if known is None else [known]
             if mark:
                 return [str(len(values))]
-            if values or not rest or rest[0] not in ":-=+?":
+            if values or not re.match(":?[-=+?]", rest):
                 return self.parts(values, name, rest, line, depth)
             known = None
         if index and isinstance(known, list):
