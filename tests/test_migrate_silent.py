@@ -6,13 +6,16 @@ import os
 import pytest
 from test_migrate import migrated, values
 
+from jaxrl.errors import ConfigError
 from jaxrl.migrate import __main__ as command
+from jaxrl.migrate import images
 from jaxrl.migrate.awk import computed
-from jaxrl.migrate.report import write
+from jaxrl.migrate.report import literal, write
 from jaxrl.migrate.shell import Script
-from jaxrl.migrate.source import Setting, Unreadable, interpolate
+from jaxrl.migrate.source import Setting, Unreadable, interpolate, scalar
 from jaxrl.migrate.systems import table_of
 from jaxrl.migrate.systems.roll_agentic_meaning import MOST_ROWS
+from jaxrl.migrate.table import fitting
 from jaxrl.migrate.yaml_files import YamlReader
 
 PLACE = "trainer.placement.policy_num_"
@@ -296,7 +299,11 @@ def learning_rate(tmp_path, before="", value="1", after=""):
     ("a = make(A(lr=5e-6))", "a.lr", "asked"), ("a = replace(A(), lr=5e-6)", "a.lr", "asked"),
     ("class C(A):\n    def __post_init__(self):\n        self.lr = 5e-6\na = C()", "a.lr", 1e-5),
     ("class C:\n    def __init__(self):\n        self.lr = 5e-6\na = A()", "a.lr", 1e-5),
-    (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"), ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
+    (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"),
+    ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
+    (ONCE + "\ndef f(proto):\n    for k in x:\n        setattr(proto, k, 1)\nf(args)", "args.rate", "asked"),
+    (ONCE + "\ndef f():\n    proto = get()\n    for k in x:\n        setattr(proto, k, 1)", "args.rate", 1e-6),
+    (ONCE + "\ndef f(o):\n    o.rate = 5e-6\nf(args)\nf(x)", "args.rate", "asked"), (ONCE + "\ndef f(o):\n    o.rate = 1\nf(A())", "args.rate", 1e-6),
     (ONCE + "\nvars(args).update(x)", "args.rate", "asked"), ("parser.set_defaults(rate=5e-6)\n" + ONCE, "args.rate", "asked"),
     ("x = 3", "float(f'{x:.2f}')", 3.0), ("x = 'a'", "f'{x!r:>5}'.strip()", "asked"), ("x = 2", "float(f'{x:03d}')", 2.0)])
 def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp_path, before, value, expected):
@@ -304,7 +311,8 @@ def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp
 
 
 @pytest.mark.parametrize("before, after, expected", [
-    (INSIDE.format("lr=5e-6", "main()"), "", 5e-6), (INSIDE.format("lr=5e-6", "main(7e-6)"), "", 7e-6), (INSIDE.format("lr", "main(lr=lr)"), "", 1e-6),
+    (INSIDE.format("lr=5e-6", "main()"), "", 5e-6), (INSIDE.format("lr=5e-6", "main(7e-6)"), "", 7e-6),
+    (INSIDE.format("lr", "main(lr=lr)"), "", 1e-6),
     (INSIDE.format("lr=5e-6", "main(*x)"), "", "asked"), (INSIDE.format("lr=5e-6", "fire(main)"), "", "asked"),
     (INSIDE.format("lr=5e-6", "main()\nmain(1)"), "", "asked"), (INSIDE.format("**lr", "main(lr=2)"), "", "asked"),
     ("class C:\n    def f(self, lr):\n        GRPOConfig(learning_rate=lr)\nf(2)", "", "asked"),
@@ -344,9 +352,11 @@ def test_variables_before_a_command_and_in_a_subshell_are_of_these_alone(tmp_pat
 @pytest.mark.parametrize("value, expected", [
     ("${X,,}", "org/qwen-7b"), ("${X^^}", "ORG/QWEN-7B"), ("${Y^}", "Abc"), ("${X,}", "org/Qwen-7B"), ("${X:0:3}", "Org"), ("${X: -2}", "7B"),
     ("${X:4}", "Qwen-7B"), ("${X:1:-3}", "rg/Qwen"), ("${X:N*2:N}", "Qw"), ("${X//\\//_}", "Org_Qwen-7B"), ("\"${X//\\//_}\"", "Org_Qwen-7B"),
-    ("${X/\\//}", "OrgQwen-7B"), ("${X//[0-9Q]/.}", "Org/.wen-.B"), ("${X/#Org/o}", "o/Qwen-7B"), ("${X/%B/b}", "Org/Qwen-7b"), ("${X//$Q/q}", "Org/q-7B"),
+    ("${X/\\//}", "OrgQwen-7B"), ("${X//[0-9Q]/.}", "Org/.wen-.B"), ("${X/#Org/o}", "o/Qwen-7B"), ("${X/%B/b}", "Org/Qwen-7b"),
+    ("${X//$Q/q}", "Org/q-7B"),
     ("${X/Q*-/}", "Org/7B"), ("${X/\"*\"/}", "Org/Qwen-7B"), ("${X##*/}", "Qwen-7B"), ("${X%-*}", "Org/Qwen"), ("${X//[[:digit:]]/}", "Org/Qwen-B"),
-    ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"), ("${U:-d}", "d")])
+    ("${!P}", "abc"), ("${A[@]:1}", "b c"), ("${A[*]:0:2}", "a b"), ("${A[@]/#/x}", "xa xb xc"), ("${A[1]^}", "B"), ("${#X}", "11"),
+    ("${U:-d}", "d"), ("${@:2}x", "x")])
 def test_parts_of_variables_are_those_of_the_shell(tmp_path, value, expected):
     text = "X=Org/Qwen-7B\nY=abc\nN=2\nQ=Qwen\nP=Y\nA=(a b c)\nprintf '%s' "
     _, commands, notes = variables(tmp_path, text + value + "\n")
@@ -374,7 +384,7 @@ def test_secrets_are_variables_of_the_environment(system, settings, tmp_path):
     assert all(KEY not in text for text in m.files.values()) and values(m)["env.variables"] == ("API_KEY",)
     text = m.files[f"{m.name}_env.py"]
     assert "API_KEY" in text and "os.environ" in text.replace("\n", "")
-    assert len([t for t in m.needs_you if "export API_KEY=" in t and "api_key" in t]) == 1
+    assert len([t for t in m.needs_you if "variable API_KEY" in t and "api_key" in t]) == 1
     if "import os" in text:
         os.environ["API_KEY"] = "x"
         made = {}
@@ -391,7 +401,7 @@ def test_a_config_holds_no_secret(tmp_path):
     write(tmp_path / "w", of("cosmos_rl", {"custom.api_key": KEY, "custom.judge.hf_token": "$MY_TOKEN"}, gpus=8), "job.yaml", False)
     text = (tmp_path / "w" / "job.py").read_text()
     assert KEY not in text and "here('$API_KEY')" in text and "here('$MY_TOKEN')" in text
-    assert "export API_KEY=" in (tmp_path / "w" / "report.md").read_text()
+    assert "the variable API_KEY" in (tmp_path / "w" / "report.md").read_text()
 
 
 def test_a_text_answer_that_begins_with_a_bracket_is_one_answer():
@@ -425,3 +435,37 @@ def test_references_in_tables_within_lists_are_followed(tmp_path):
     assert found["data"] == [{"name": "a", "share": 0.5, "weight": 0.5, "rate": 1e-6, "in": [{"b": "x1e-06"}]}, 1e-6]
     with pytest.raises(Unreadable, match="has no entry"):
         interpolate({"a": Setting("a", [{"b": "${.c}"}], "x")})
+
+
+def test_a_file_of_another_job_of_the_system_is_said_to_be_one(tmp_path, capsys):
+    settings = {"num_generations": 8, "beta": 0.1, "max_completion_length": 64, "epsilon": 0.2, "epsilon_high": 0.3, "loss_type": "dapo",
+                "num_iterations": 2, "reward_weights": [1], "use_vllm": True, "vllm_mode": "colocate", "scale_rewards": False,
+                "temperature": 0.9, "top_p": 0.9, "mask_truncated_completions": True}
+    (tmp_path / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items()))
+    for table, what in (("trl/sft", "a config of another job; jaxrl migrate trl FILE"), ("skyrl/sft", "jaxrl migrate trl FILE")):
+        assert command.main([table, str(tmp_path / "job.yaml"), "--gpus=8", f"--out={tmp_path / 'out'}"]) == 3
+        assert what in capsys.readouterr().out
+    (tmp_path / "job.yaml").write_text("".join(f"no_key_{i}: 1\n" for i in range(20)))
+    assert command.main(["trl/sft", str(tmp_path / "job.yaml"), "--gpus=8", f"--out={tmp_path / 'out'}"]) == 3
+    assert "a file of another program" in capsys.readouterr().out
+
+
+def test_infinite_and_endless_numbers(tmp_path, capsys):
+    endless = "9" * 5000
+    assert scalar(endless) == endless and literal("user.a", [float("inf"), {"b": float("-inf")}])[0] == "[float('inf'), {'b': float('-inf')}]"
+    for option, value in (("run.seed", float("inf")), ("rollout.group_size", float("nan"))):
+        with pytest.raises((ConfigError, ValueError), match="a number"):
+            fitting(option, value)
+    for name, text in (("job.yaml", "trainer: {seed: .inf}\n"), ("job.yaml", f"trainer: {{seed: {endless}}}\n"), ("job.toml", f"a = {endless}\n")):
+        (tmp_path / name).write_text(text)
+        assert command.main(["skyrl" if name.endswith("yaml") else "cosmos_rl", str(tmp_path / name), f"--out={tmp_path / 'out'}"]) == 2
+        assert name in capsys.readouterr().err
+
+
+def test_a_key_that_freezes_more_than_a_tower_is_not_inert():
+    key = "actor_rollout_ref.model.path"
+    for frozen, kind, kept in ((("vision/.*", "embed/.*"), "equivalent", ("embed/.*",)), (("vision/.*",), "inert", ())):
+        m = of("verl", {key: "a/b"})
+        m.options["model.frozen"] = (frozen, (key,))
+        images.without(m)
+        assert m.marks[key][0] == kind and values(m).get("model.frozen", ()) == kept

@@ -124,18 +124,22 @@ def _known(m: Migration, system: str) -> int:
 
 
 def refuse_another(m: Migration) -> None:
-    """Refuses a file as another system's if more than half of its keys, and at least MOST_STRANGE, are unknown to the
-    table (m.unknown). This replaces all that lacks, other reasons to refuse too, and what was asked so far. A job that
-    no table reads (m.refused) is left alone."""
-    total = len(m.singles)
+    """Refuses a file as another system's, or another job's of this one, if more than half of its keys, and at least
+    MOST_STRANGE, are unknown to the table (m.unknown). This replaces all that lacks, other reasons to refuse too, and
+    what was asked so far. A job that no table reads (m.refused) is left alone."""
+    total, title = len(m.singles), m.table.title
     if m.refused or len(m.unknown) < MOST_STRANGE or 2 * len(m.unknown) <= total:
         return
-    known, name = max((_known(m, name), name) for name in SYSTEMS if name != m.table.name)
+    systems = [name for name in SYSTEMS if name != m.table.name or m.table.job]
+    known, _, name = max((_known(m, name), name == m.table.name, name) for name in systems)
+    unknown = f"{len(m.unknown)} of {total} keys are in no version of {title}"
     other = f"a config of another system; {name} has {known} of them: jaxrl migrate {name} FILE"
-    other = other if 2 * known > total else "a file of another program"
-    unknown = f"{len(m.unknown)} of {total} keys are in no version of {m.table.title}"
-    why = f"{unknown}: it is {other}"
-    m.lacking, m.needs_you = [(m.unknown[0][0].key, why, True)], []
+    if 2 * known <= total:
+        other = "a file of another program"
+    elif name == m.table.name:
+        unknown = f"{len(m.unknown)} of {total} keys are not of {title}'s job {m.table.job}"
+        other = f"a config of another job; jaxrl migrate {name} FILE finds out which"
+    m.lacking, m.needs_you = [(m.unknown[0][0].key, f"{unknown}: it is {other}", True)], []
 
 
 def say(data: dict, out: Path) -> int:

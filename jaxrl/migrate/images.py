@@ -67,8 +67,8 @@ def pixels(m: Migration, least: str, most: str) -> None:
 
 def without(m: Migration) -> None:
     """Removes the patterns of a vision tower from model.frozen and model.trainable, of a model whose name and options
-    say that it has none. Marks the keys that set such an option inert, also where other patterns stay in
-    it."""
+    say that it has none. Marks the keys that set such an option inert, or where other patterns stay in it as set
+    without these."""
     for option in ("model.frozen", "model.trainable"):
         found, keys = m.options.get(option, ((), ()))
         kept = tuple(p for p in found if not str(p).startswith("vision/"))
@@ -78,8 +78,9 @@ def without(m: Migration) -> None:
             m.options[option] = (kept, keys)
         else:
             del m.options[option]
+        what = "a tower for images, which the model is read without"
         for key in (k for k in keys if m.given(k)):
-            m.mark(key, "inert", "a tower for images, which the model is read without")
+            m.mark(key, *(("equivalent", f"but for {what}") if kept else ("inert", what)))
 
 
 def settle(m: Migration) -> None:

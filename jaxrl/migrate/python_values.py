@@ -301,19 +301,16 @@ class Values:
                 return True
         return attr in self.given or "" in self.given
 
-    def _may_be(self, other: ast.AST, node: ast.AST) -> bool:
-        """Whether an object whose attribute is set may be the one that is read: no config that another class makes, nor
-        another variable of the same scope."""
-        if name_of(other) == name_of(node) or not isinstance(other, ast.Name):
+    def _may_be(self, other: ast.AST, node: ast.AST, depth: int = 0) -> bool:
+        """Whether an object whose attribute is set may be the one that is read. Variables of other names are other
+        objects, but for parameters and a name that is given to another."""
+        if name_of(other) == name_of(node) or not isinstance(other, ast.Name) or depth > 9:
             return True
-        found = self.bound(other)
-        func = found[0].func if len(found) == 1 and isinstance(found[0], ast.Call) else None
-        name = name_of(func).rpartition(".")[2] if func else ""
-        if name[:1].isupper() and name not in self.classes:
-            return False
-        alias = any(isinstance(n, ast.Name) and n.id != other.id for n in found)
-        same = isinstance(node, ast.Name) and self._home(node) is not None and self._home(node) is self._home(other)
-        return not same or alias
+        home, found = self._home(other), self.bound(other)
+        if home is None or other.id in home.parameters and len(found) != 1:
+            return True
+        named = [n for n in found if isinstance(n, ast.Attribute) or isinstance(n, ast.Name) and n.id != other.id]
+        return any(self._may_be(n, node, depth + 1) for n in named)
 
     def value(self, node: ast.AST, depth: int = 0) -> Any:
         """Returns the literal of an expression, or Computed."""
@@ -460,7 +457,7 @@ class Values:
             if isinstance(node, ast.Name):
                 found = self.bound(node)
                 before = [n for n in found if getattr(n, "lineno", line) < line]
-                node = max(before, key=lambda n: n.lineno, default=found[0] if len(found) == 1 else node)
+                node = max(before, key=lambda n: getattr(n, "lineno", 0), default=found[0] if len(found) == 1 else node)
             if not isinstance(node, ast.Call) or not node.args:
                 return None
             if name_of(node.func).endswith("from_pretrained"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import re
 import shlex
 import sys
@@ -129,7 +130,7 @@ HELPERS = {  # functions of a config file, where it needs them
 def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, set[str]]:
     """Returns (a value as Python text, the names of the HELPERS that it calls). files: those that are written into the
     config's folder, now or by a file there; `./FILE` of these, ~/ at the start and variables such as $HOME are filled
-    in when the config is loaded, but none in a Literal. inf is the bare name, which a config file does not have."""
+    in when the config is loaded, but none in a Literal."""
     if isinstance(value, Literal):
         return repr(value), set()
     if isinstance(value, str):
@@ -149,6 +150,8 @@ def literal(option: str, value: Any, files: Iterable[str] = ()) -> tuple[str, se
     if isinstance(value, dict):
         parts = [(repr(k), *literal(option, v, files)) for k, v in value.items()]
         return "{" + ", ".join(f"{k}: {v}" for k, v, _ in parts) + "}", set().union(*(used for *_, used in parts))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})", set()
     return repr(value), set()
 
 

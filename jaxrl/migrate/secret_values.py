@@ -31,7 +31,7 @@ def without_secrets(m: Migration, key: str, value: Any, file: str) -> Any:
         variable = variable_of(str(value), name)
         known, keys = m.options.get("env.variables", ((), ()))
         m.options["env.variables"] = tuple(dict.fromkeys((*known, variable))), tuple(dict.fromkeys((*keys, key)))
-        m.needs(f"{file}: {key} is a secret and not written down: export {variable}=..., which the file reads")
+        m.needs(f"{file}: {key} is a secret and not written down: set the variable {variable}, which the file reads")
         return Variable(variable)
     text = redacted_text(value, prose=True) if isinstance(value, str) else value
     if text != value:
@@ -55,7 +55,7 @@ def take_out(m: Migration) -> None:
             if not is_secret(name) or not isinstance(node, str) or not node or "$" in node:
                 return node
             variable = variable_of(node, name)
-            m.needs(f"{option}: a secret is not written into the config: export {variable}=...")
+            m.needs(f"{option}: a secret is not written into the config: set the variable {variable}")
             return f"${variable}"
 
         m.options[option] = (hide(value, option.rpartition(".")[2]), keys)

@@ -462,7 +462,7 @@ class _Walk:
             values = known if isinstance(known, list) else [] if known is None else [known]
             if mark:
                 return [str(len(values))]
-            if values or not rest or rest[0] not in ":-=+?":
+            if values or not re.match(":?[-=+?]", rest):
                 return self.parts(values, name, rest, line, depth)
             known = None
         if index and isinstance(known, list):
@@ -558,7 +558,7 @@ class _Walk:
             return change(text)
         if change := {",": str.lower, "^": str.upper}.get(rest):
             return change(text[:1]) + text[1:]
-        self.script.note(f"{self.name}:{line}: {rest[:40]} of ${{NAME{rest[:40]}}} is not read: the value stays {text[:60]}")
+        self.script.note(f"{self.name}:{line}: ${{NAME{rest[:40]}}} is not read: the value stays {text[:60]}")
         return text
 
     def glob(self, raw: str, line: int, depth: int) -> str:

@@ -68,12 +68,14 @@ _WORDS = {
 def scalar(text: str) -> Any:
     """Returns the value of an unquoted word: null (null, ~, None), a bool (true, false), inf (.inf too), a number (1e-6
     and 1_000 too), else the text, as of "", -inf and nan. The case of words does not count, but "none" in small letters
-    is text. Raises ValueError for a whole number of more than 4300 digits."""
+    is text, and so is a whole number of more than 4000 digits."""
     if text.lower() in _WORDS and text != "none":
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):
         plain = text.replace("_", "")
-        return float(plain) if re.search(r"[.eE]", plain) else int(plain)
+        if re.search(r"[.eE]", plain):
+            return float(plain)
+        return int(plain) if len(plain) <= 4000 else text  # Python reads 4300
     return text
 
 

@@ -567,7 +567,7 @@ FREE = cache(free_tables)
 def fitting(option: str, value):
     """Returns a value as the option's kind has it: 1e3 as 1000, 1 as 1.0, "true" as a bool, a number as text, one entry
     as a tuple. None and values of free tables stay. Raises ConfigError for an unknown option, another kind, choice or
-    bound, ValueError for an entry that is no number, OverflowError for an infinite one where a whole one is due."""
+    bound (an infinite number is no whole one), ValueError for an entry that is no number."""
     opt = OPTIONS().get(option)
     if opt is None and not any(option.startswith(t + ".") for t in FREE()):
         raise ConfigError(f"there is no option {option}")
@@ -580,7 +580,7 @@ def fitting(option: str, value):
         value = tuple(entry(v) if type(v) in (int, float, str) and entry is not int else v for v in values)
         if any(not isinstance(v, entry) for v in value):
             raise ConfigError(f"{option}={value!r}: every entry must be of kind {entry.__name__}")
-    elif kind is int and isinstance(value, float) and value == int(value):
+    elif kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     elif kind is float and type(value) is int:
         value = float(value)

@@ -231,7 +231,7 @@ def read_toml(path: Path) -> list[Setting]:
     text = text_of(path)
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:  # of its numbers, too
         line = re.search(r"line (\d+)", str(e))
         raise Unreadable(f"{path.name}:{line[1]}" if line else path.name, "", str(e)) from None
     except RecursionError:

@@ -515,7 +515,7 @@ def data(m: Migration):
         m.set("train.steps", steps, RUNNER + "max_steps")
 
 
-MATH = '''"""RLinf's math reward: 1 where a completion agrees with the row's answer, or one of its list (reward.scale, bias)."""
+MATH = '''"""RLinf's math reward: 1 where a completion agrees with the row's answer, or one of its list."""
 
 from jaxrl.rewards.builtin import math_reward
 

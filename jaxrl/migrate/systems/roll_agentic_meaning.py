@@ -514,7 +514,10 @@ def _stub(m: Migration, found: dict[str, dict], what: str, messages: str) -> str
     tools = _tools(found) if messages != PICTURES else {}  # VLTrajEnvManager has none
     _ask_tools(m, found if tools else {})
     file = f"{m.name}_env.py"
-    hidden = lambda tag, key, value: secret_values.without_secrets(m, f"custom_envs.{tag}.{key}", value, file)  # noqa: E731
+
+    def hidden(tag: str, key: str, value):
+        return secret_values.without_secrets(m, f"custom_envs.{tag}.{key}", value, file)
+
     envs = {
         tag: {
             "env_type": str(t.get("env_type") or tag),

@@ -75,20 +75,18 @@ def prompts_of_step(m: Migration, prompts: int, group: int, group_key: str, fill
 def lengths(m: Migration):
     prompt = m.integer("prompt_length")
     longest = m.integer("sequence_length")
-    completion = longest - prompt if longest else m.integer("response_length")
+    key = "sequence_length" if longest else "response_length"
+    completion = longest - prompt if longest else m.integer(key)
     if not longest and not completion:
         m.needs("neither response_length nor sequence_length is set: rollout.max_new_tokens is jaxrl's default")
         completion = 1024
     if completion < 1:
-        key, what = ("sequence_length", f"{longest} tokens") if longest else ("response_length", f"{completion} tokens")
-        m.lacks(key, f"{what} leave no completion to prompts of {prompt}", refuse=True)
+        m.lacks(key, f"{longest or completion} tokens leave no completion to prompts of {prompt}", refuse=True)
         completion = 1
     if longest and m.given("response_length"):
         m.mark("response_length", "inert", "sequence_length is set, and wins")
     m.set("data.max_prompt_tokens", prompt, "prompt_length")
-    m.set(
-        "rollout.max_new_tokens", completion, "sequence_length" if longest else "response_length", "prompt_length"
-    )
+    m.set("rollout.max_new_tokens", completion, key, "prompt_length")
     m.set("data.overlong_prompt", "filter", "prompt_length")
     for key in (INFER + SAMPLE + "max_new_tokens", VALID + SAMPLE + "max_new_tokens"):
         m.mark(key, "inert", "ROLL overwrites it by the lengths of the sequence and the prompt")
