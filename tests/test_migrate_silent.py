@@ -302,8 +302,12 @@ def learning_rate(tmp_path, before="", value="1", after=""):
     (ONCE, "args.rate", 1e-6), (ONCE + "\nargs.rate = 5e-6", "args.rate", "asked"),
     ("args = parser.parse_args(['--rate', '5e-6'])", "args.rate", "asked"),
     (ONCE + "\ndef f(proto):\n    for k in x:\n        setattr(proto, k, 1)\nf(args)", "args.rate", "asked"),
-    (ONCE + "\ndef f():\n    proto = get()\n    for k in x:\n        setattr(proto, k, 1)", "args.rate", 1e-6),
+    (ONCE + "\ndef f():\n    proto = ws.protocol\n    for k in x:\n        setattr(proto, k, 1)", "args.rate", 1e-6),
     (ONCE + "\ndef f(o):\n    o.rate = 5e-6\nf(args)\nf(x)", "args.rate", "asked"), (ONCE + "\ndef f(o):\n    o.rate = 1\nf(A())", "args.rate", 1e-6),
+    (ONCE + "\nclass C:\n    def f(self):\n        a = self.args\n        a.rate = 1", "args.rate", "asked"),
+    (ONCE + "\nargs.__dict__['rate'] = 1", "args.rate", "asked"), (ONCE + "\nargs.__dict__.update(x)", "args.rate", "asked"),
+    (ONCE + "\nx.args.rate = 1", "args.rate", "asked"),
+    (ONCE + "\nmodel.config.rate = 1", "args.rate", 1e-6),
     (ONCE + "\nvars(args).update(x)", "args.rate", "asked"), ("parser.set_defaults(rate=5e-6)\n" + ONCE, "args.rate", "asked"),
     ("x = 3", "float(f'{x:.2f}')", 3.0), ("x = 'a'", "f'{x!r:>5}'.strip()", "asked"), ("x = 2", "float(f'{x:03d}')", 2.0)])
 def test_names_and_attributes_have_a_value_where_nothing_else_gives_them_one(tmp_path, before, value, expected):

@@ -174,7 +174,7 @@ class Values:
             if name_of(target.value) != "self" or target.attr in self.classes.get(of, {}):
                 self.targets.setdefault(target.attr, []).append(target.value)
         elif isinstance(target, ast.Subscript):
-            changed.append(target.value)
+            self._entries_change(target.value, changed)
 
     @staticmethod
     def _around(scope: Scope | None) -> Iterator[Scope]:
@@ -206,10 +206,15 @@ class Values:
             words = [n.value for of in lists for n in ast.walk(of) if isinstance(n, ast.Constant)]
             self.given |= {w.lstrip("-").partition("=")[0].replace("-", "_") for w in map(str, words)}
         elif isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            of = node.func.value
-            namespace = isinstance(of, ast.Call) and name_of(of.func) == "vars" or name_of(of).endswith(".__dict__")
-            if namespace and node.func.attr == "update":
-                self.targets.setdefault("", []).append(of)
+            self._entries_change(node.func.value, changed)
+
+    def _entries_change(self, of: ast.AST, changed: list[ast.AST]) -> None:
+        """Takes an expression whose entries the program changes: vars(x) and x.__dict__ are attributes of x."""
+        if isinstance(of, ast.Attribute) and of.attr == "__dict__":
+            self.targets.setdefault("", []).append(of.value)
+        elif isinstance(of, ast.Call) and name_of(of.func) == "vars" and of.args:
+            self.targets.setdefault("", []).append(of.args[0])
+        else:
             changed.append(of)
 
     def _argument(self, node: ast.Call, keywords: Mapping[str | None, ast.AST]) -> None:
@@ -302,8 +307,10 @@ class Values:
         return attr in self.given or "" in self.given
 
     def _may_be(self, other: ast.AST, node: ast.AST, depth: int = 0) -> bool:
-        """Whether an object whose attribute is set may be the one that is read. Variables of other names are other
-        objects, but for parameters and a name that is given to another."""
+        """Whether an object whose attribute is set may be the one that is read. Variables and attributes (by
+        their last parts) of other names are other objects, but for parameters and a name that is given to another."""
+        if isinstance(other, ast.Attribute):
+            return other.attr == name_of(node).rpartition(".")[2]
         if name_of(other) == name_of(node) or not isinstance(other, ast.Name) or depth > 9:
             return True
         home, found = self._home(other), self.bound(other)
