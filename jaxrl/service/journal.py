@@ -100,7 +100,7 @@ class Journal:
             os.close(number)
 
     def _sync_later(self) -> None:
-        while not self._file.closed:
+        while True:  # until `close`; `compact` closes one file and opens another
             self._written.wait()
             time.sleep(self.seconds or 0)
             self._written.clear()

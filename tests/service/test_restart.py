@@ -338,7 +338,6 @@ def test_what_a_power_failure_leaves(tmp_path, monkeypatch, sync):
             one.append({"kind": "request", "n": 4})
         assert one.path.read_bytes() == before
     elif sync:
-        one.append({"kind": "request", "n": 4})
         deadline = time.monotonic() + 60
         with pytest.raises(OSError, match="Input/output"):
             while time.monotonic() < deadline:
