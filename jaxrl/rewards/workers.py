@@ -295,16 +295,12 @@ class Workers:
                     task = Task("each", task.jobs[:size], task.round)
             return task
 
-    def _limit_of(self, job: tuple[int, int]) -> float:
-        """Returns the seconds that a job may take: its function's limit, without one reward.timeout_seconds."""
-        return self.kinds[job[1]]["seconds"] or self._limit
-
     def _do(self, worker: Channel, task: Task) -> bool:
         """Runs a task on a worker. Returns False if the worker must be replaced; unfinished jobs are queued again,
         all of them if the worker's host was lost.
         """
         left, texts = dict(enumerate(task.jobs)), task.round.texts
-        limit = self._limit_of(task.jobs[0])
+        limit = self.kinds[task.jobs[0][1]]["seconds"] or self._limit
         seconds = limit + (1.0 + 0.25 * limit) * (task.mode == "async")  # the worker enforces the limit itself
         position = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in task.jobs))}
         number, jobs = next(self._numbers), json.dumps([(position[i], f) for i, f in task.jobs])
@@ -324,7 +320,8 @@ class Workers:
                     raise BadReply(excerpt(json.dumps(reply).encode()))
                 self._record(task, {left.pop(k): reply})
                 if task.mode == "each" and left:
-                    deadline = time.monotonic() + self._limit_of(next(iter(left.values())))
+                    _, following = next(iter(left.values()))
+                    deadline = time.monotonic() + (self.kinds[following]["seconds"] or self._limit)
             if task.mode == "each":
                 taken = (time.monotonic() - started) / len(task.jobs)
                 self._seconds_per_job = 0.5 * (self._seconds_per_job + taken)

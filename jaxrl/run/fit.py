@@ -5,6 +5,7 @@ Recipes and loops of one's own call `fit` (docs/reference/python.md). A step's c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,26 +63,24 @@ def fit(s, job, policy, open_step, *, parts=(), publish=None, sync_every: int = 
     evaluate = evaluation(sync) if evaluation is not None and job.eval_sets else None
     s.before_first_step(evaluate)
 
-    def log_result(result):
+    over = False
+    while not over:
+        result = None
+        if s.should_continue():
+            with contextlib.suppress(Interrupted):
+                result = step()
+        over = result is None
+        if over:
+            result = unlogged()
+        elif sync is not None and sync_every and s.step % sync_every == 0:
+            with s.phase("publish"):
+                sync()
         if result:
             metrics = result.metrics | s.stream.metrics(s.progress.cursor) | {
                 "data/samples": float(s.progress.samples),
                 "time/compiled_programs": float(job.engine.health().compiled) if job.engine else 0.0,
             } | (job.engine.metrics() if sync_every else {})
             s.after_step(metrics, evaluate, policy.export, steps=result.steps, records=result.records)
-
-    while s.should_continue():
-        try:
-            result = step()
-        except Interrupted:
-            break
-        if result is None:
-            break
-        if sync is not None and sync_every and s.step % sync_every == 0:
-            with s.phase("publish"):
-                sync()
-        log_result(result)
-    log_result(unlogged())
     out = s.finish(evaluate, policy.export)
     entries = {name: entry for report in reports for name, entry in report.summary().items()}
     s.telemetry.summary(entries)
