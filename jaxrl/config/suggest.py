@@ -46,6 +46,12 @@ NOT_YET = (
 )
 
 
+LOSSES = {  # other systems' names of entries of preference.loss
+    "sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_pair": "exo", "nca_pair": "nca",
+    "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "dpo_norm", "sft": "nll", "slic": "hinge",
+    "aot_pair": "aot_unpaired", "rpo": "dpo with preference.rpo_alpha"}
+
+
 def not_yet(name: str) -> str | None:
     """Returns the missing feature and its substitute, if a part of a dotted name means something that
     jaxrl lacks; else None.

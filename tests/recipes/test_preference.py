@@ -249,7 +249,8 @@ def test_a_held_out_set_is_of_one_kind(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("changes, why", [
-    ({"preference.loss": ("sigmoid",)}, "preference.loss='sigmoid': sigmoid is dpo"), ({"preference.loss": ("dop",)}, "choose from dpo, robust"),
+    ({"preference.loss": ("sigmoid",)}, "preference.loss='sigmoid': choose one of dpo, .*; sigmoid is dpo"),
+    ({"preference.loss": ("dop",)}, "choose one of dpo, robust"),
     ({"preference.loss": ()}, "preference.loss is empty"), ({"preference.loss": ("dpo", "dpo")}, "a loss is named twice"),
     ({"preference.loss_weights": (1.0, 2.0)}, "2 weights for 1 losses"), ({"preference.beta": 0.0}, "preference.beta=0.0: must be above 0"),
     ({"preference.loss": ("exo",)}, "set preference.label_smoothing"),

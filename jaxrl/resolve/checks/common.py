@@ -14,7 +14,7 @@ from jaxrl.config.load import get
 from jaxrl.config.option import BOUNDS, is_finite, no_effect, not_chosen
 from jaxrl.config.registry import Recipe, recipe_of
 from jaxrl.config.schema import CHANGEABLE, element_kind, options
-from jaxrl.config.suggest import not_yet
+from jaxrl.config.suggest import LOSSES, not_yet
 from jaxrl.errors import ConfigError
 from jaxrl.resolve.checks.algorithm import algorithm, import_path, resolved_algorithm
 from jaxrl.resolve.checks.data import conversations, curricula, evaluation, sources
@@ -98,7 +98,8 @@ def _elements(name, values):
         return [f"{name}={values}: must be finite numbers"]
     opt = options()[name]
     wrong = [v for v in values if not_chosen(opt, (v,))]
-    return [f"{name}={v!r}: {not_chosen(opt, values)}{f'; {hint}' if (hint := not_yet(v)) else ''}" for v in wrong]
+    hints = {v: f"{v} is {LOSSES[v]}" if name == "preference.loss" and v in LOSSES else not_yet(v) for v in wrong}
+    return [f"{name}={v!r}: {not_chosen(opt, values)}{f'; {hints[v]}' if hints[v] else ''}" for v in wrong]
 
 
 def _ranges(cfg):

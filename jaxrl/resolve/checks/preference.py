@@ -6,10 +6,6 @@ from jaxrl.algorithms.preference import LOSSES, needs_reference
 from jaxrl.config.option import no_effect
 from jaxrl.config.registry import recipe_of
 
-THEIRS = {"sigmoid": "dpo", "cdpo": "dpo with preference.label_smoothing", "exo_pair": "exo", "nca_pair": "nca",
-          "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "dpo_norm", "sft": "nll", "slic": "hinge",
-          "aot_pair": "aot_unpaired", "rpo": "dpo with preference.rpo_alpha"}
-
 
 def learns(cfg) -> bool:
     """Returns whether the recipe has pairs and a reference, as `preference`, and unlike `reward_model`."""
@@ -17,18 +13,14 @@ def learns(cfg) -> bool:
 
 
 def preference(cfg) -> list[str]:
-    """Returns the problems of everything below `preference`, and of other groups with it; unknown losses alone, if
-    there are any. [] for jobs that do not learn from preferences."""
-    p, out = cfg.preference, []
+    """Returns the problems of everything below `preference`, and of other groups with it. [] for jobs that do not learn
+    from preferences."""
+    p = cfg.preference
     if not learns(cfg):
         return []
     if not p.loss:
         return ["preference.loss is empty: name a loss, for example dpo"]
-    for name in p.loss:
-        if name not in LOSSES:
-            hint = f"{name} is {THEIRS[name]}" if name in THEIRS else f"choose from {', '.join(LOSSES)}"
-            out.append(f"preference.loss={name!r}: {hint}")
-    return out or [*_losses(p), *_beside(cfg, p)]
+    return [*_losses(p), *_beside(cfg, p)]
 
 
 def _losses(p):
